@@ -13,6 +13,8 @@ from mergepipe_pipeline.deploy.retry import MOST_ATTEMPTS, Attempt
 from mergepipe_pipeline.text import plain_of_markdown
 
 RECIPE_TAG = "mergepipe/recipe"
+#: The number of a run among those at the same; a person's runs have that of the run they repeat.
+ATTEMPT_TAG = "mergepipe/attempt"
 ACTIVE = [Status.QUEUED, Status.NOT_STARTED, Status.STARTING, Status.STARTED, Status.CANCELING]
 _FAILED = [Status.FAILURE, Status.CANCELED]
 #: Failed runs that a look reads, those of persons among them; the others are counted.
@@ -58,18 +60,16 @@ def attempt_of(instance: dg.DagsterInstance, run_id: str) -> Attempt:
     return _attempt(instance, record)
 
 
-def count_failed(instance: dg.DagsterInstance, tags: Mapping[str, str]) -> int:
-    """How many attempts with these tags failed or were cancelled."""
-    return len(_failed(instance, tags))
+def next_attempt(instance: dg.DagsterInstance, tags: Mapping[str, str]) -> str:
+    """The number of the next run with these tags, which none has: no two may have one key.
 
-
-def count_runs(instance: dg.DagsterInstance, tags: Mapping[str, str]) -> int:
-    """How many runs with these tags there are, however they ended: no two may have one key.
-
-    A release whose record was lost is made once more, after a run that succeeded. What a person
-    executed with a configuration of its own counts as little as in `failed_attempts`.
+    However they ended: a release whose record was lost is made once more, after a run that
+    succeeded. Counting does not do: people delete runs, and so does `retention_sensor`.
     """
-    return sum(not run.run_config for run in instance.get_runs(dg.RunsFilter(tags=dict(tags))))
+    runs = instance.get_runs(dg.RunsFilter(tags=dict(tags)))[::-1]
+    # Runs of earlier versions have no number.
+    numbers = (int(run.tags.get(ATTEMPT_TAG, place)) for place, run in enumerate(runs, 1))
+    return str(max(numbers, default=0) + 1)
 
 
 def _failed(instance: dg.DagsterInstance, tags: Mapping[str, str]) -> list[dg.RunRecord]:

@@ -12,7 +12,13 @@ from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.text import visible
 from mergepipe_pipeline.verbs.trace import trace_due
 from sensors import SOON_S, interval_s
-from sensors.attempts import RECIPE_TAG, count_failed, failed_attempts, recipes_under_way
+from sensors.attempts import (
+    ATTEMPT_TAG,
+    RECIPE_TAG,
+    failed_attempts,
+    next_attempt,
+    recipes_under_way,
+)
 from sensors.pools import make_pools_known
 
 #: The refusal that a run traces.
@@ -68,5 +74,7 @@ def _request_or_reason(
     waiting = reason_to_wait(failed_attempts(instance, tags), time.time(), mergepipe.retry_s)
     if waiting is not None:
         return waiting
-    attempt = count_failed(instance, tags) + 1
-    return dg.RunRequest(run_key=f"{file.name}:{token}:{attempt}", job_name=job, tags=tags)
+    attempt = next_attempt(instance, tags)
+    return dg.RunRequest(
+        run_key=f"{file.name}:{token}:{attempt}", job_name=job, tags={**tags, ATTEMPT_TAG: attempt}
+    )

@@ -20,7 +20,13 @@ from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.text import visible
 from mergepipe_pipeline.verbs.deploy import CURRENT, Due, Postponed, Release, due, last_release
 from sensors import MAX_LINES, NIGHTLY_PRIORITY, SOON_S, interval_s
-from sensors.attempts import RECIPE_TAG, count_runs, failed_attempts, recipes_under_way
+from sensors.attempts import (
+    ATTEMPT_TAG,
+    RECIPE_TAG,
+    failed_attempts,
+    next_attempt,
+    recipes_under_way,
+)
 from sensors.pools import make_pools_known
 
 #: What `dg.define_asset_job` returns; Dagster exports no name for it.
@@ -72,14 +78,14 @@ def request_or_reason(
     waiting = reason_to_wait(attempts, time.time(), mergepipe.retry_s)
     if waiting is not None:
         return waiting
-    attempt = str(count_runs(instance, tags) + 1)
+    attempt = next_attempt(instance, tags)
     is_late = is_time or file.recipe.trigger == "nightly"
     return dg.RunRequest(
         job_name=job_name(file),
         run_key=f"{file.name}:{wanted.sequence}:{wanted.wanted}:{wanted.inputs}:{attempt}",
         tags={
             **tags,
-            "mergepipe/attempt": attempt,
+            ATTEMPT_TAG: attempt,
             **({"dagster/priority": NIGHTLY_PRIORITY} if is_late else {}),
         },
     )
@@ -165,7 +171,7 @@ def build_recipe_sensor(
             asked = reason or request_or_reason(mergepipe, file, instance, busy, is_time=False)
             if isinstance(asked, dg.RunRequest):
                 requests.append(asked)
-                asked = f"a run is requested, attempt {asked.tags['mergepipe/attempt']}"
+                asked = f"a run is requested, attempt {asked.tags[ATTEMPT_TAG]}"
             states[file.name] = asked
         if requests:
             context.log.info("\n".join(_lines(states)))

@@ -18,7 +18,7 @@ from mergepipe_pipeline.verbs.standing_searches import (
     standing_searches,
 )
 from sensors import SOON_S, interval_s
-from sensors.attempts import ACTIVE, failed_attempts
+from sensors.attempts import ACTIVE, ATTEMPT_TAG, failed_attempts, next_attempt
 from sensors.pools import limit_pool
 
 #: What a run of a search does: the step, and the candidate or the results that it is about.
@@ -124,8 +124,8 @@ class _Look:
         if waiting is not None:
             yield f"{step} {about}: {waiting}"
             return
-        # All that there were, so that a result that somebody removed is asked for anew.
-        attempt = self._instance.get_runs_count(dg.RunsFilter(tags=tags)) + 1
+        # After all that there were, so that a result that somebody removed is asked for anew.
+        attempt = next_attempt(self._instance, tags)
         keys = None if assets is None else [dg.AssetKey([self._read.name, a]) for a in assets]
         self.requests.append(
             dg.RunRequest(
@@ -133,7 +133,7 @@ class _Look:
                 job_name=self._jobs[step].name,
                 partition_key=partition,
                 asset_selection=keys,
-                tags=tags,
+                tags={**tags, ATTEMPT_TAG: attempt},
             )
         )
 

@@ -107,6 +107,19 @@ def test_a_run_whose_process_dies_is_asked_for_again_as_often_as_it_takes(sensor
     )
 
 
+def test_a_run_that_somebody_deleted_leaves_its_number_to_no_other(sensor: Sensor) -> None:
+    keys = set()
+    for _ in range(2):
+        ((request,), _) = sensor.tick()
+        keys.add(request.run_key)
+        sensor.ends(request, Status.FAILURE)
+    (_, first) = sensor.instance.get_run_ids(dg.RunsFilter(job_name="merge_a"))
+    sensor.instance.delete_run(first)
+    ((request,), _) = sensor.tick()
+    # Dagster launches no run of a key that another one has, and says nothing.
+    assert request.run_key not in keys
+
+
 def test_a_run_of_somebodys_choice_of_assets_is_waited_for(sensor: Sensor) -> None:
     defs = build_definitions(sensor.home)
     sensor.instance.create_run_for_job(
