@@ -33,6 +33,7 @@ from mergepipe_pipeline.deploy.wanted import not_indexed, wanted, wanted_of
 from mergepipe_pipeline.digest import digest_json, seal, unseal
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import BudgetError, BusyError, CorruptionError, NotFoundError
+from mergepipe_pipeline.evaluation.identity import evaluator_id
 from mergepipe_pipeline.execution.assemble import commit
 from mergepipe_pipeline.execution.plan_leases import lease, lease_layers, lease_recipe
 from mergepipe_pipeline.execution.plan_store import (
@@ -68,7 +69,8 @@ CURRENT = "the release is current"
 class Due:
     """A release that is to be made: the state that is wanted, and how many there were before.
 
-    `inputs` changes with every version of an input, one of the same contents too: that was mended.
+    `inputs` changes with every version of an input, one of the same contents too, and with the
+    recipe's evaluator: that was mended.
     """
 
     wanted: str
@@ -112,9 +114,12 @@ def due(warehouse: Warehouse, file: RecipeFile) -> Due | Postponed | str:
     refused = refused_before(warehouse, file, state)
     if refused is not None:
         return refused.summary
-    refuse_unready(file.recipe.evaluator, warehouse.recipes)
-    versions = [warehouse.catalog.get(member).version for member in file.members]
-    return Due(state, last.sequence if last else 0, digest_json(versions)[:8])
+    evaluator = file.recipe.evaluator
+    refuse_unready(evaluator, warehouse.recipes)
+    inputs: list[int | str] = [warehouse.catalog.get(m).version for m in file.members]
+    if evaluator is not None:
+        inputs.append(evaluator_id(evaluator, warehouse.recipes))
+    return Due(state, last.sequence if last else 0, digest_json(inputs)[:8])
 
 
 def _is_there(warehouse: Warehouse, file: RecipeFile, release: Release) -> bool:

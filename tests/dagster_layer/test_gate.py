@@ -5,13 +5,15 @@ from __future__ import annotations
 import dagster as dg
 import pytest
 
+from mergepipe_pipeline.definitions import build_definitions
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.verbs.publish import history
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.conftest import Drop
+from tests.dagster_layer.test_attempts import Sensor
 from tests.dagster_layer.test_experts import jobs
 from tests.dagster_layer.test_release import error_of, materialise
-from tests.evaluation.quality import set_weight, standing
+from tests.evaluation.quality import EVALUATOR, set_weight, standing
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 EVALUATION = dg.AssetKey(["n", "evaluation"])
@@ -67,3 +69,26 @@ def test_a_worse_version_never_reaches_the_ref_and_a_mended_one_does_by_itself(
     set_weight(home.inbox / "expert_00", 0.02)
     assert jobs(ticker.tick()) == ["expert_00", "merge_n"]
     assert [r.number for r in history(home, "n")] == [1, 2]
+
+
+def test_an_evaluator_that_failed_for_good_is_asked_again_once_it_is_mended(
+    home: Warehouse, instance: dg.DagsterInstance, ticker: Ticker, drop: Drop
+) -> None:
+    for name in ("base", "expert_00"):
+        drop(name)
+    ticker.tick()
+    standing(home, "n")
+    evaluator = home.recipes / "eval.py"
+    evaluator.write_text("raise SystemExit(3)\n")
+    sensor = Sensor(home, instance)
+    for _ in range(3):
+        ((request,), _) = sensor.tick()
+        job = build_definitions(home).resolve_job_def("merge_n")
+        run = job.execute_in_process(instance=instance, tags=request.tags, raise_on_error=False)
+        assert "it exits with code 3" in error_of(run)
+    requests, said = sensor.tick()
+    assert not requests
+    assert "failing after 3 attempts, until the recipe or an input changes" in said
+    evaluator.write_text(EVALUATOR)
+    ((request,), _) = sensor.tick()
+    assert request.tags["mergepipe/attempt"] == "1"
