@@ -1,7 +1,7 @@
 """Watches runs: one whose process is gone is failed, so that its recipe and its slot are free.
 
 Dagster's own monitoring asks the launcher, and the default one cannot tell. After a power loss runs
-would stay started for ever.
+would stay started for ever, and so would one that was made and not put into the queue yet.
 """
 
 import time
@@ -13,7 +13,7 @@ from mergepipe_pipeline.resources import MergePipe
 from sensors import interval_s
 
 #: Seconds without any event after which a run that has no lease is taken for dead: it ended before
-#: it took one, or its lease was collected.
+#: it took one, its lease was collected, or nobody is left who would put it into the queue.
 SILENCE_S = 120.0
 
 
@@ -27,8 +27,10 @@ SILENCE_S = 120.0
     default_status=dg.DefaultSensorStatus.RUNNING,
 )
 def orphans_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SkipReason:
-    """Ends every started run whose process is gone, as after a power loss or an OOM kill."""
-    begun = dg.RunsFilter(statuses=[Status.STARTED, Status.CANCELING])
+    """Ends every started run whose process is gone, as after a power loss or an OOM kill, and every
+    run that whoever made it did not live to put into the queue.
+    """
+    begun = dg.RunsFilter(statuses=[Status.NOT_STARTED, Status.STARTED, Status.CANCELING])
     runs = context.instance.get_runs(begun)
     orphans = [run for run in runs if is_orphan(mergepipe, context.instance, run)]
     for run in orphans:
@@ -42,7 +44,7 @@ def orphans_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) ->
 
 
 def is_orphan(mergepipe: MergePipe, instance: dg.DagsterInstance, run: dg.DagsterRun) -> bool:
-    """Whether a started run has no living process."""
+    """Whether a run that is not in the queue has no living process."""
     lives = mergepipe.run_lives(run.run_id)
     if lives or (lives is None and _silent_s(instance, run) < SILENCE_S):
         return False
@@ -52,4 +54,6 @@ def is_orphan(mergepipe: MergePipe, instance: dg.DagsterInstance, run: dg.Dagste
 
 def _silent_s(instance: dg.DagsterInstance, run: dg.DagsterRun) -> float:
     last = instance.get_records_for_run(run.run_id, limit=1, ascending=False).records
-    return time.time() - last[0].timestamp if last else 0.0
+    made = instance.get_run_record_by_id(run.run_id)
+    since_s = made.create_timestamp.timestamp() if made else time.time()
+    return time.time() - (last[0].timestamp if last else since_s)

@@ -21,7 +21,7 @@ from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.verbs.deploy import CURRENT
 from mergepipe_pipeline.verbs.publish import history
 from mergepipe_pipeline.warehouse import Warehouse
-from sensors import MAX_LINES, recipes
+from sensors import MAX_LINES, orphans, recipes
 from tests.dagster_layer.conftest import Drop
 from tests.dagster_layer.test_experts import jobs, sum_of
 
@@ -118,6 +118,29 @@ def test_a_run_that_somebody_deleted_leaves_its_number_to_no_other(sensor: Senso
     ((request,), _) = sensor.tick()
     # Dagster launches no run of a key that another one has, and says nothing.
     assert request.run_key not in keys
+
+
+def test_a_run_that_was_made_and_not_queued_ends_and_is_asked_for_again(
+    sensor: Sensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ((request,), _) = sensor.tick()
+    defs = build_definitions(sensor.home)
+    merge, burst = map(defs.resolve_job_def, ("merge_a", "index_burst"))
+    config = {"ops": {"index_several": {"config": {"experts": ["base"]}}}}
+    made = [
+        sensor.instance.create_run_for_job(merge, tags=request.tags),
+        sensor.instance.create_run_for_job(burst, run_config=config),
+    ]
+    assert "a: a run is under way" in sensor.tick()[1]
+    mergepipe = MergePipe(home=str(sensor.home.root))
+    for silence_s, status in ((orphans.SILENCE_S, Status.NOT_STARTED), (0.0, Status.FAILURE)):
+        monkeypatch.setattr(orphans, "SILENCE_S", silence_s)
+        with dg.build_sensor_context(sensor.instance, resources={"mergepipe": mergepipe}) as tick:
+            orphans.orphans_sensor(tick)
+        found = [sensor.instance.get_run_by_id(run.run_id) for run in made]
+        assert [run.status for run in found if run] == [status, status]
+    ((again,), _) = sensor.tick()
+    assert again.run_key != request.run_key
 
 
 def test_a_run_of_somebodys_choice_of_assets_is_waited_for(sensor: Sensor) -> None:
