@@ -18,6 +18,7 @@ from mergepipe_pipeline.deploy.arrivals import arrival, mark_changed, place_of, 
 from mergepipe_pipeline.deploy.stamps import stamps_of
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import CheckpointError, InputChangedError, MergePipeError
+from mergepipe_pipeline.remote.address import is_address
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.storage.roots import why_unmounted
 from mergepipe_pipeline.warehouse import Warehouse
@@ -112,8 +113,12 @@ def recorded_inputs(warehouse: Warehouse, names: Collection[str]) -> dict[str, C
         try:
             inputs[name] = open_root(warehouse, recorded.root, name)
         except CheckpointError as error:
+            if is_address(recorded.root):
+                raise _changed_at_address(recorded, error) from error
             raise _changed(f"{name} waits for its index: {error.what}") from error
         if inputs[name].checkpoint_id != recorded.checkpoint_id:
+            if is_address(recorded.root):
+                raise _changed_at_address(recorded)
             mark_changed(warehouse, name)
             raise _changed(f"{name} waits for its index: its files are not those that were indexed")
     return inputs
@@ -145,6 +150,28 @@ def blaming_inputs(warehouse: Warehouse, states: Mapping[str, str]) -> Iterator[
     except MergePipeError:
         refuse_changed_inputs(warehouse, states)
         raise
+
+
+def _changed_at_address(
+    recorded: Checkpoint, error: CheckpointError | None = None
+) -> InputChangedError:
+    """Why an input at an address cannot be read as it was registered: nobody watches it."""
+    name = recorded.name
+    take = f"`mergepipe register ADDRESS --name {name}` and `mergepipe analyze {name}` take"
+    if error is None:
+        return InputChangedError(
+            f"{name} is not what was registered: its files have changed",
+            where=recorded.root,
+            next_step=f"{take} it as it is now; the recipe is merged again then",
+        )
+    return InputChangedError(
+        f"{name} cannot be had as it was registered: {error.what}",
+        where=recorded.root,
+        expected=error.expected,
+        found=error.found,
+        next_step=f"{error.next_step or 'wait until it answers'}; if it is gone for good, {take} "
+        "what is there instead",
+    )
 
 
 def _changed(reason: str) -> InputChangedError:
