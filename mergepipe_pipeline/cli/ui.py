@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from importlib.util import find_spec
 
@@ -14,7 +15,14 @@ from mergepipe_pipeline.errors import MergePipeError
 
 @click.command()
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to serve at.")
-@click.option("--port", "-p", default=3000, show_default=True, help="Port to serve at.")
+@click.option(
+    "--port",
+    "-p",
+    type=click.IntRange(1, 65535),
+    default=3000,
+    show_default=True,
+    help="Port to serve at.",
+)
 @verb
 def ui(console: Console, host: str, port: int) -> None:
     """Run the standing pipeline with Dagster's UI until Ctrl-C; DAGSTER_HOME lies in the warehouse
@@ -29,6 +37,7 @@ def ui(console: Console, host: str, port: int) -> None:
             found="no module dagster_webserver",
             next_step="pip install 'mergepipe-pipeline[ui]' (in a clone: '.[ui]')",
         )
+    _refuse_unusable(host, port)
     warehouse = console.warehouse
     workspace = prepare_instance(warehouse)
     home = os.environ.get("DAGSTER_HOME") or str(warehouse.dagster_home)
@@ -39,3 +48,21 @@ def ui(console: Console, host: str, port: int) -> None:
         [*command, "--host", host, "--port", str(port)],
         {**os.environ, ENVIRONMENT: str(warehouse.root), "DAGSTER_HOME": home},
     )
+
+
+def _refuse_unusable(host: str, port: int) -> None:
+    """Raise MergePipeError for an address that nobody can serve at: Dagster goes on without a UI.
+
+    Whoever has it may show another warehouse there.
+    """
+    try:
+        family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        socket.create_server(place, family=family).close()
+    except OSError as error:
+        raise MergePipeError(
+            "The UI cannot be served at this address",
+            where=f"http://{host}:{port}",
+            found=error.strerror or str(error),
+            next_step="end what serves there, which may be a UI of this warehouse or of another, "
+            "or give another address: --port 3001",
+        ) from error
