@@ -8,12 +8,12 @@ from assets.experts import EXPERTS_TAG, expert_index, experts, index_burst
 from mergepipe_pipeline.deploy.arrivals import ask
 from mergepipe_pipeline.deploy.inbox import InboxEntry, Patience, scan_inbox
 from mergepipe_pipeline.deploy.recorded import gone_inputs
-from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.text import in_one_line
 from mergepipe_pipeline.warehouse import Warehouse
 from sensors import BURST_PRIORITY, MAX_LINES, SOON_S, interval_s
 from sensors.attempts import ACTIVE
+from sensors.outage import refuse_empty
 from sensors.pools import make_pools_known
 
 #: Runs that one tick asks for at most, and experts of one run: few land as one run each.
@@ -48,7 +48,7 @@ def inbox_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> d
     known = set(context.instance.get_dynamic_partitions(experts.name or ""))
     new = [x.name for x in landed if (x.is_ready or x.is_indexed) and x.name not in known]
     if known and not landed:
-        _refuse_empty(warehouse, len(known))
+        refuse_empty(context.instance, warehouse)
     gone = gone_inputs(warehouse, known - {x.name for x in landed})
     left = f"left the inbox: {', '.join(gone)}; " if gone else ""
     said = f"{len(landed)} experts, {len(ready)} to index; {left}waiting: {_waiting(landed)}"
@@ -66,23 +66,6 @@ def inbox_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> d
             for name in gone
         ],
         skip_reason=None if ready else dg.SkipReason(said),
-    )
-
-
-def _refuse_empty(warehouse: Warehouse, known: int) -> None:
-    """Raise MergePipeError if a warehouse of which Dagster knows experts holds nothing at all.
-
-    It is made where it is not there, and so on the mount point of a disk that is gone.
-    """
-    if warehouse.catalog.names() or any(warehouse.recipes.iterdir()):
-        return
-    raise MergePipeError(
-        "The warehouse is empty, though Dagster knows of its experts",
-        where=str(warehouse.root),
-        expected=f"a catalog with {known} experts",
-        found="an empty catalog, no recipe, and nothing in the inbox",
-        next_step="mount its disk again, and all goes on; if it was emptied on purpose, delete the "
-        "partitions of `experts` in Dagster",
     )
 
 

@@ -27,6 +27,7 @@ from sensors.attempts import (
     next_attempt,
     recipes_under_way,
 )
+from sensors.outage import refuse_empty
 from sensors.pools import make_pools_known
 
 #: What `dg.define_asset_job` returns; Dagster exports no name for it.
@@ -236,6 +237,7 @@ def build_nightly(file: RecipeFile, job: AssetJob) -> dg.ScheduleDefinition | No
         context: dg.ScheduleEvaluationContext, mergepipe: MergePipe
     ) -> dg.RunRequest | dg.SkipReason:
         """Runs the chain unless the release is current, or has failed too often."""
+        refuse_empty(context.instance, mergepipe.warehouse)  # this is asked again each minute
         busy = recipes_under_way(context.instance)
         request = request_or_reason(mergepipe, file, context.instance, busy, is_time=True)
         if isinstance(request, dg.RunRequest):

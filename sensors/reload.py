@@ -19,6 +19,7 @@ from mergepipe_pipeline.verbs.standing_searches import StandingSearch, standing_
 from mergepipe_pipeline.warehouse import Warehouse
 from sensors import interval_s
 from sensors.guard import RELOAD_TIMEOUT_S, client_of, guard
+from sensors.outage import refuse_empty
 
 #: Held from when this process asked for its successor: asked twice, the server loads twice.
 _ASKED = threading.Lock()
@@ -41,6 +42,8 @@ def build_reload_sensor(loaded: str) -> dg.SensorDefinition:
             guard(server)
         if definitions_token(mergepipe.warehouse) == loaded:
             return dg.SkipReason("recipes are loaded as they are")
+        # Dagster forgets since when a schedule is on that is not there, and with it the night.
+        refuse_empty(context.instance, mergepipe.warehouse)
         if server is None:
             return dg.SkipReason(
                 "recipes changed; no code server runs above this process, so that the daemon loads "

@@ -37,7 +37,7 @@ IMAGE = f"{DEPLOYMENT['image']['repository']}:{DEPLOYMENT['image']['tag']}"
 SECTIONS = {
     "dagster-user-deployments", "runLauncher", "postgresql", "computeLogManager", "dagsterDaemon",
     "generatePostgresqlPasswordSecret", "dagsterWebserver", "retention", "telemetry",
-    "additionalInstanceConfig",
+    "additionalInstanceConfig", "scheduler",
 }  # fmt: skip
 
 
@@ -100,6 +100,11 @@ def instance() -> dict[str, Any]:
         "run_retries": snake(daemon["runRetries"]),
         "sensors": snake(daemon["sensors"]),
         "schedules": snake(daemon["schedules"]),
+        "scheduler": {
+            "module": "dagster._core.scheduler",
+            "class": VALUES["scheduler"]["type"],
+            "config": snake(VALUES["scheduler"]["config"]["daemonScheduler"]),
+        },
         "retention": snake({k: v for k, v in VALUES["retention"].items() if k != "enabled"}),
         "telemetry": VALUES["telemetry"],
         **VALUES["additionalInstanceConfig"],
@@ -113,7 +118,15 @@ def test_the_instance_is_the_repositorys_but_for_where_it_keeps_and_runs_things(
     found, _ = dagster_instance_config(str(tmp_path))
     usual = yaml.safe_load(USUAL.read_text())
     assert not VALUES["dagsterDaemon"]["runCoordinator"]["enabled"]
-    for section in ("run_queue", "concurrency", "sensors", "schedules", "telemetry", "nux"):
+    for section in (
+        "run_queue",
+        "concurrency",
+        "sensors",
+        "schedules",
+        "scheduler",
+        "telemetry",
+        "nux",
+    ):
         assert found[section] == usual[section]
     kept = found["retention"]
     usual_days = usual["retention"]["sensor"]["purge_after_days"]

@@ -11,6 +11,7 @@ from dagster._core.remote_origin import RemoteInstigatorOrigin, RemoteRepository
 from dagster._core.scheduler.instigation import (
     InstigatorState,
     InstigatorStatus,
+    InstigatorTick,
     ScheduleInstigatorData,
 )
 from dagster._core.workspace.load_target import WorkspaceFileTarget
@@ -64,3 +65,35 @@ def test_a_night_that_passed_without_a_daemon_is_merged_when_one_starts(
     assert asked.timestamp < started
     assert last_release(home, "n")
     assert not daemon.runs("merge_m")
+
+
+def test_a_night_in_whose_minute_the_warehouse_cannot_be_used_is_merged_once_it_can(
+    home: Warehouse, drop: Drop
+) -> None:
+    daemon = Daemon(home)
+    for name in ("base", "expert_00"):
+        drop(name)
+    with daemon.instance as instance:
+        Ticker(home, instance).tick()
+    cron = f"{time.gmtime(time.time() - 60).tm_min} * * * *"
+    text = f"{sum_of('base', 'expert_00')}trigger: nightly\nschedule: '{cron}'\n"
+    home.recipe_path("n").write_text(text)
+    state = sleep_through(daemon, "nightly_merge_n", cron, 180)
+    aside = home.releases.with_name("aside")
+    home.releases.rename(aside)
+    home.releases.write_bytes(b"as a mount that cannot be used")
+
+    def ticks() -> list[InstigatorTick]:
+        with daemon.instance as instance:
+            return list(instance.get_ticks(state.instigator_origin_id, state.selector_id))
+
+    try:
+        daemon.start()
+        daemon.wait_for("a tick that fails", lambda: any(t.failure_count for t in ticks()))
+        home.releases.unlink()
+        aside.rename(home.releases)
+        daemon.wait_for("the merge", lambda: daemon.runs("merge_n", Status.SUCCESS))
+    finally:
+        daemon.kill()
+    (run,) = daemon.runs("merge_n")
+    assert [list(tick.run_ids) for tick in ticks()] == [[run.run_id]]

@@ -23,6 +23,7 @@ from mergepipe_pipeline.verbs.publish import history
 from mergepipe_pipeline.verbs.verify_all import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 from sensors import failures, stalled
+from sensors.reload import build_reload_sensor
 from tests.dagster_layer.conftest import Drop
 from tests.dagster_layer.daemon import running_daemon
 from tests.dagster_layer.test_experts import jobs, sum_of
@@ -178,6 +179,26 @@ def test_a_warehouse_whose_disk_is_gone_is_told_and_loses_nothing(
     aside.rename(home.root)
     assert jobs(ticker.tick()) == []
     assert any(CURRENT in r for r in ticker.reasons())
+
+
+def test_a_warehouse_whose_disk_is_gone_keeps_its_schedules_and_a_night_that_is_asked_again(
+    home: Warehouse, tmp_path: Path, drop: Drop
+) -> None:
+    instance = dg.DagsterInstance.local_temp(str(tmp_path))
+    for name in ("base", "expert_00"):
+        drop(name)
+    Ticker(home, instance).tick()
+    text = sum_of("base", "expert_00") + "trigger: nightly\nschedule: '0 3 * * *'\n"
+    home.recipe_path("n").write_text(text)
+    nightly = build_definitions(home).get_repository_def().get_schedule_def("nightly_merge_n")
+    reloading, resources = build_reload_sensor("n"), {"mergepipe": MergePipe(home=str(home.root))}
+    home.root.rename(home.root.with_name("aside"))
+    gone = pytest.raises(MergePipeError, match="mount its disk again")
+    # Without recipes there would be no schedules, and Dagster forgets what these asked for.
+    with dg.build_sensor_context(instance, resources=resources) as tick, gone:
+        reloading(tick)
+    with dg.build_schedule_context(instance, resources=resources) as night, gone:
+        nightly(night)
 
 
 def test_what_a_schedule_could_not_get_in_its_minute_is_made_as_soon_as_it_can_be(
