@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import click
 
@@ -39,8 +40,8 @@ def ui(console: Console, host: str, port: int) -> None:
         )
     _refuse_unusable(host, port)
     warehouse = console.warehouse
-    workspace = prepare_instance(warehouse)
     home = os.environ.get("DAGSTER_HOME") or str(warehouse.dagster_home)
+    workspace = prepare_instance(warehouse, Path(home))
     click.echo(f"http://{host}:{port} shows {warehouse.root}; Ctrl-C ends it", err=True)
     command = [sys.executable, "-m", "dagster", "dev", "-w", str(workspace)]
     os.execve(

@@ -18,12 +18,16 @@ _WORKSPACE = """load_from:
 """
 
 
-def prepare_instance(warehouse: Warehouse) -> Path:
-    """Make the instance's folder and settings unless they are there. Returns a workspace file."""
-    home = warehouse.dagster_home
+def prepare_instance(warehouse: Warehouse, home: Path | None = None) -> Path:
+    """Make the instance's folder and settings unless they are there. Returns a workspace file.
+
+    `home` is DAGSTER_HOME, by default a folder of the warehouse.
+    """
+    home = home or warehouse.dagster_home
     home.mkdir(parents=True, exist_ok=True)
     if not (home / SETTINGS.name).exists():
         shutil.copy(SETTINGS, home)
-    workspace = home / "workspace.yaml"
+    warehouse.dagster_home.mkdir(parents=True, exist_ok=True)
+    workspace = warehouse.dagster_home / "workspace.yaml"
     write_atomic(workspace, _WORKSPACE.encode())
     return workspace

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+
+from mergepipe_pipeline.cli.main import main
+from mergepipe_pipeline.deploy.instance import SETTINGS
+from tests.dagster_layer.daemon import free_port
 
 
 def test_an_occupied_port_is_said_before_anything_is_made_or_started(tmp_path: Path) -> None:
@@ -22,3 +28,19 @@ def test_an_occupied_port_is_said_before_anything_is_made_or_started(tmp_path: P
     assert "Address already in use" in done.stderr
     assert "--port 3001" in done.stderr
     assert not home.exists()
+
+
+def test_the_settings_are_those_of_the_instance_that_the_environment_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("dagster_webserver")
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(os, "execve", lambda *words: started.append(words[-1]))
+    monkeypatch.setenv("DAGSTER_HOME", str(tmp_path / "instance"))
+    words = ["--home", str(tmp_path / "warehouse"), "ui", "--port", str(free_port())]
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 0, done.output
+    (environment,) = started
+    settings = Path(environment["DAGSTER_HOME"]) / SETTINGS.name
+    # Without them nothing is limited, and runs that were killed as they began are never ended.
+    assert settings.read_bytes() == SETTINGS.read_bytes()
