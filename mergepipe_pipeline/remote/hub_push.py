@@ -53,17 +53,21 @@ def push_to_hub(
     the files that the first of `files`, as it is there, tells of: those go by the same commit.
     Without it nothing goes: the files come beside what is there.
 
-    Raises MergePipeError for weights of another origin, unless `replace`: then they go, too. Raises
+    Raises MergePipeError for weights of another origin, unless `replace`: then they go, too, as do
+    those that a new branch has from main. Raises
     CommitConflictError if somebody commits meanwhile, CorruptionError if the commit does not hold
     what was sent, and RemoteError.
     """
     with failures_named(address.text):
         api, branch = hub_api(), address.revision or _BRANCH
-        parent, there = _tree(api, address, branch)
+        if not dry_run:
+            _make(api, address, branch, public=public)
+        parent, there, is_as_main = _state(api, address, branch)
         missing = [f for f in files if not _is_same(there.get(f.name), f)]
         removed: tuple[str, ...] = ()
         if older is not None:
-            removed = _removed(api, address, files, parent, there, older, replace=replace)
+            go = replace or is_as_main
+            removed = _removed(api, address, files, parent, there, older, replace=go)
         pushed = Pushed(
             address.text,
             len(files),
@@ -77,31 +81,59 @@ def push_to_hub(
             return pushed
         if not missing and not removed:
             return replaced(pushed, commit=parent)
-        if parent is None:
-            api.create_repo(address.place, private=not public, exist_ok=True)
-            if branch != _BRANCH:
-                api.create_branch(address.place, branch=branch, exist_ok=True)
-            parent = _tree(api, address, branch)[0]
         advance(pushed.nbytes - pushed.sent_nbytes)
         commit = _commit(api, address, branch, missing, removed, message, parent, advance)
         _refuse_other(address, files, _tree(api, address, commit)[1])
         return replaced(pushed, commit=commit)
 
 
-def _tree(api: HfApi, address: Address, revision: str) -> tuple[str | None, dict[str, RepoFile]]:
-    """The commit of a revision and its files by path; None and nothing if it is not there."""
-    errors = need("huggingface_hub.errors")
-    from huggingface_hub.hf_api import RepoFile
+def _make(api: HfApi, address: Address, branch: str, *, public: bool) -> None:
+    """Make the repository and the branch if they are not there; a branch begins as main is."""
+    if _head(api, address, branch) is not None:
+        return
+    api.create_repo(address.place, private=not public, exist_ok=True)
+    if branch != _BRANCH:
+        api.create_branch(address.place, branch=branch, exist_ok=True)
 
+
+def _state(
+    api: HfApi, address: Address, branch: str
+) -> tuple[str | None, dict[str, RepoFile], bool]:
+    """The commit and the files that a push to a branch begins with, and whether they are main's.
+
+    They are where the branch is new: then weights are not its own, and main keeps them.
+    """
+    parent, there = _tree(api, address, branch)
+    if branch == _BRANCH:
+        return parent, there, False
+    main, there_in_main = _tree(api, address, _BRANCH)
+    if parent is None:  # of a dry run
+        return main, there_in_main, True
+    return parent, there, parent == main
+
+
+def _head(api: HfApi, address: Address, revision: str) -> str | None:
+    """The commit of a revision; None if it is not there."""
+    errors = need("huggingface_hub.errors")
     try:
-        commit = api.repo_info(address.place, revision=revision).sha
+        head: str | None = api.repo_info(address.place, revision=revision).sha
+        return head
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
         if isinstance(error, errors.GatedRepoError):
             raise
+        return None
+
+
+def _tree(api: HfApi, address: Address, revision: str) -> tuple[str | None, dict[str, RepoFile]]:
+    """The commit of a revision and its files by path; None and nothing if it is not there."""
+    from huggingface_hub.hf_api import RepoFile
+
+    commit = _head(api, address, revision)
+    if commit is None:
         return None, {}
     try:
         tree = list(api.list_repo_tree(address.place, recursive=True, revision=commit))
-    except errors.EntryNotFoundError:  # a repository without any file
+    except need("huggingface_hub.errors").EntryNotFoundError:  # a repository without any file
         tree = []
     return commit, {f.path: f for f in tree if isinstance(f, RepoFile)}
 

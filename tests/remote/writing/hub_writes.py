@@ -113,7 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
         said = json.loads(body)
         name = "/".join(filter(None, (said.get("organization"), said["name"])))
         if name in self.hub.repos:
-            self._answer(409, {"error": "there is one"})
+            self._answer(409, {"error": "there is one", "url": f"{self.hub.endpoint}/{name}"})
             return
         made = self.hub.repos[name] = Repo(said.get("visibility") == "private")
         made.commit("main", {".gitattributes": b"*.safetensors filter=lfs\n"})

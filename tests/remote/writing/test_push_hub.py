@@ -17,7 +17,7 @@ from huggingface_hub import HfApi
 from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.remote.writing.hub_writes import Hub
+from tests.remote.writing.hub_writes import Hub, Repo
 from tests.snapshots.tiny import Store
 
 TO = "hf://org/model"
@@ -89,6 +89,52 @@ def test_weights_of_others_stay_unless_they_are_to_be_replaced(
     done = _push(home, made.snapshot_id, TO, "--replace")
     assert done["removed"] == ["pytorch_model.bin"]
     assert hub.tree("org/model")["LICENSE"] == b"mine"
+
+
+def test_a_new_branch_begins_as_main_and_holds_no_weights_of_main(
+    home: Warehouse, made: Snapshot, hub: Hub
+) -> None:
+    HfApi().create_repo("org/model")
+    main = {"model.safetensors": b"others", "LICENSE": b"mine"}
+    hub.repos["org/model"].commit("main", main)
+    done = _push(home, made.snapshot_id, f"{TO}@next")
+    assert done["removed"] == ["model.safetensors"]
+    assert hub.tree("org/model", "next").keys() == {
+        *_files(made),
+        "LICENSE",
+        "mergepipe_recipe.yml",
+    }
+    assert hub.tree("org/model") == main
+
+
+def test_a_branch_from_a_snapshot_that_was_pushed_to_main_has_the_new_shards_alone(
+    home: Warehouse, made: Snapshot, hub: Hub
+) -> None:
+    _push(home, made.snapshot_id, TO)
+    other = Store(home.root).commit((4, 1))
+    told = _push(home, other.snapshot_id, f"{TO}@next", "--dry-run")
+    assert (set(hub.repos["org/model"].branches), told["commit"]) == ({"main"}, "")
+    done = _push(home, other.snapshot_id, f"{TO}@next")
+    assert done["removed"] == told["removed"] == ["model-2.safetensors", "model-3.safetensors"]
+    weights = {n for n in hub.tree("org/model", "next") if n.endswith(".safetensors")}
+    assert weights == {"model-1.safetensors", "model-4.safetensors"}
+
+
+def test_of_two_pushes_that_find_no_repository_the_second_mixes_no_model(
+    home: Warehouse, made: Snapshot, hub: Hub
+) -> None:
+    theirs = {"model.safetensors": b"of the other push"}
+
+    def meanwhile(method: str, path: str) -> int | None:
+        if path == "/api/repos/create" and "org/model" not in hub.repos:
+            hub.repos["org/model"] = Repo(private=True)
+            hub.repos["org/model"].commit("main", theirs)
+        return None
+
+    hub.before = meanwhile
+    found = _push(home, made.snapshot_id, TO, exit_code=10)
+    assert "model.safetensors" in found["error"]["found"]
+    assert (hub.sent, hub.tree("org/model")) == ([], theirs)
 
 
 def test_a_commit_of_another_in_between_is_told_and_nothing_is_lost(
