@@ -6,8 +6,7 @@ open first goes last. A push that was killed has left its claim, and goes on whe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from mergepipe_pipeline.errors import CommitConflictError, CorruptionError, MergePipeError
 from mergepipe_pipeline.remote.bucket import Bucket, Entry
@@ -40,9 +39,9 @@ def push_to_bucket(
     """
     claim, *others = files
     there = {e.key: e for e in bucket.entries() if not e.key.startswith(f"{beside}/")}
-    is_known = partial(_is_known, bucket, there)
-    missing = [f for f in files if not is_known(f)]
-    removed = _in_the_way(there, files, missing, {*first_opened, claim.name})
+    found = {f.name: bucket.find(f.name) for f in files if f.name in there}
+    missing = [f for f in files if not _is_same(found.get(f.name), f)]
+    removed = _in_the_way(there, found, files, missing, {*first_opened, claim.name})
     if removed and not replace:
         raise _taken(bucket, removed)
     pushed = Pushed(
@@ -69,22 +68,22 @@ def push_to_bucket(
 
 def _in_the_way(
     there: Collection[str],
+    found: Mapping[str, Entry | None],
     files: Sequence[OutgoingFile],
     missing: Sequence[OutgoingFile],
     told_by: Collection[str],
 ) -> list[str]:
-    """What is there of another model: files of other names, and of those it is known by others."""
+    """What is there of another origin: files of other names, those of these names that no push put,
+    and those by which another model is known.
+    """
     names = {f.name for f in files}
-    changed = (f.name for f in missing if f.name in there and f.name in told_by)
+    own = {name for name, entry in found.items() if entry and entry.sha256 and name not in told_by}
+    changed = (f.name for f in missing if f.name in there and f.name not in own)
     return [*(name for name in there if name not in names), *changed]
 
 
-def _is_known(bucket: Bucket, there: dict[str, Entry], file: OutgoingFile) -> bool:
-    """Whether this file is there already."""
-    if file.name not in there or there[file.name].nbytes != file.nbytes:
-        return False
-    entry = bucket.find(file.name)
-    return entry is not None and (entry.nbytes, entry.sha256) == (file.nbytes, file.sha256)
+def _is_same(there: Entry | None, file: OutgoingFile) -> bool:
+    return there is not None and (there.nbytes, there.sha256) == (file.nbytes, file.sha256)
 
 
 def _claim(bucket: Bucket, claim: OutgoingFile, seen: Entry | None) -> None:

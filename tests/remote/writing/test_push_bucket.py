@@ -180,6 +180,24 @@ def test_another_model_at_the_address_stays_unless_it_is_to_be_replaced(
     ]
 
 
+@pytest.mark.parametrize("name", ["README.md", SHARDS[0]])
+def test_a_file_that_no_push_put_stays_unless_it_is_to_be_replaced(
+    home: Warehouse, made: Snapshot, s3: WatchedS3, bucket: str, name: str
+) -> None:
+    for is_pushed in (False, True):
+        to = f"s3://{bucket}/{is_pushed}"
+        if is_pushed:
+            _push(home, made.snapshot_id, to)
+        key = f"{is_pushed}/{name}"
+        obstore.put(s3.store(bucket), key, b"written by hand")
+        found = _push(home, made.snapshot_id, to, exit_code=10)
+        assert found["error"]["found"] == name
+        assert bytes(obstore.get(s3.store(bucket), key).bytes()) == b"written by hand"
+        assert _push(home, made.snapshot_id, to, "--replace")["removed"] == [name]
+        now = bytes(obstore.get(s3.store(bucket), key).bytes())
+        assert now == (Path(made.path) / name).read_bytes()
+
+
 @pytest.mark.parametrize(
     ("answer", "exit_code", "told"),
     [
