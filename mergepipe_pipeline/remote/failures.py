@@ -14,8 +14,11 @@ _STATUS = re.compile(r"status code: (?P<status>\d{3}[^:<\n]*)")
 _LONGEST = 300
 #: The packages whose exceptions are failures of servers, or of the way to them.
 _CLIENTS = frozenset({"obstore", "huggingface_hub", "httpx", "httpx2", "httpcore", "hf_xet"})
+#: What S3 says of credentials for a time, with status 400.
+_OUTDATED = frozenset({"ExpiredToken", "InvalidToken", "TokenRefreshRequired"})
 _NEXT = {
     "refused": "check the credentials, and that they may write and read there",
+    "unable": "choose a bucket of a server that knows conditional writes (`If-None-Match: *`)",
     "missing": "check the address; a bucket must be there before anything is put into it",
     "failed": "check the network and the address, and run the same command again; what was done "
     "is kept",
@@ -71,8 +74,15 @@ def _is_of_client(error: BaseException) -> bool:
 def _kind(error: BaseException) -> tuple[str, str]:
     name, text = type(error).__name__, str(error)
     status = getattr(getattr(error, "response", None), "status_code", None)
-    if name in ("PermissionDeniedError", "UnauthenticatedError") or status in (401, 403):
+    code = _CODE.search(text)
+    if (
+        name in ("PermissionDeniedError", "UnauthenticatedError")
+        or status in (401, 403)
+        or (code and code["code"] in _OUTDATED)
+    ):
         return "refused", "A server refuses"
+    if "501 Not Implemented" in text:
+        return "unable", "A server cannot do what writing needs"
     # Of the hub's client, and of obstore.
     if status == 404 or (isinstance(error, FileNotFoundError) and "status code" in text):
         return "missing", "There is no such place on a server"

@@ -203,6 +203,8 @@ def test_a_file_that_no_push_put_stays_unless_it_is_to_be_replaced(
     [
         (("403 Forbidden", "AccessDenied"), 29, "AccessDenied"),
         (("403 Forbidden", "QuotaExceeded"), 20, "The bucket is full"),
+        (("400 Bad Request", "ExpiredToken"), 29, "check the credentials"),
+        (("501 Not Implemented", "NotImplemented"), 29, "If-None-Match"),
     ],
 )
 def test_a_bucket_that_takes_nothing_is_named_and_nothing_here_is_touched(
