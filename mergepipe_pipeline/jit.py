@@ -61,7 +61,7 @@ def kernel_sources() -> set[Path]:
     files: set[Path] = set()
     for folder in KERNELS:
         for path in (_PACKAGE / folder).glob("*.py"):
-            text = path.read_text()
+            text = path.read_text(encoding="utf-8")
             if "njit" in text:
                 files |= {path, *_imported(text)}
     return files

@@ -75,3 +75,11 @@ def test_every_cached_kernel_lies_where_its_freshness_is_looked_after() -> None:
         assert not re.search(r"numba\.(njit|jit)\(.*cache=True", path.read_text()), path
     named = {str(p.relative_to(PACKAGE)) for p in jit.kernel_sources()}
     assert {"bfloat16.py", "operators/kernels/splitmix.py", "spec/stats.py"} <= named
+
+
+def test_kernels_are_found_whatever_encoding_the_locale_has() -> None:
+    code = "from mergepipe_pipeline import jit; print(jit.kernel_cache())"
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **plain})
+    assert done.stdout.strip() == str(jit.kernel_cache()), done.stderr
