@@ -7,7 +7,6 @@ import gc as garbage
 import os
 import sys
 from contextlib import suppress
-from io import TextIOWrapper
 
 import click
 
@@ -15,7 +14,7 @@ from mergepipe_pipeline import __version__
 from mergepipe_pipeline.cli.bisect import bisect
 from mergepipe_pipeline.cli.calibrate import calibrate
 from mergepipe_pipeline.cli.checkpoints import analyze, register, sql, tag
-from mergepipe_pipeline.cli.common import options
+from mergepipe_pipeline.cli.common import fail, options
 from mergepipe_pipeline.cli.compare import compare
 from mergepipe_pipeline.cli.conflicts import conflicts
 from mergepipe_pipeline.cli.curve import curve
@@ -34,6 +33,7 @@ from mergepipe_pipeline.cli.quarantine import quarantine
 from mergepipe_pipeline.cli.replay import replay
 from mergepipe_pipeline.cli.search import front, pick, search
 from mergepipe_pipeline.cli.snapshots import gc, history, publish, rollback
+from mergepipe_pipeline.cli.streams import prepare_streams
 from mergepipe_pipeline.cli.tools import convert, extract_lora, moe, transplant_tokenizer
 from mergepipe_pipeline.cli.ui import ui
 from mergepipe_pipeline.cli.verify import repair, verify
@@ -103,28 +103,29 @@ def program() -> None:
     # experts, on top of the merge.
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
     stop_by_signals()
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # None, where the caller closed it
-            stream.reconfigure(errors="backslashreplace")
+    prepare_streams()
     try:
         main(standalone_mode="--json" not in sys.argv)
     except click.ClickException as error:  # of those who call for a machine
-        shown = {"class": type(error).__name__, "what": error.format_message()}
-        with suppress(OSError):  # a full disk may be where stdout goes
-            click.echo(json_text({"error": shown, "exit_code": error.exit_code}))
+        _show_json(error, error.format_message(), error.exit_code)
         error.show()
         sys.exit(error.exit_code)
     except click.Abort:
         sys.exit(1)
     except Stopped as stopped:
-        with suppress(OSError):  # the terminal may be what is gone
-            click.echo(f"error: {stopped}", err=True)
+        if "--json" in sys.argv:
+            _show_json(stopped, str(stopped), 128 + stopped.number)
+        click.echo(f"error: {stopped}", err=True)
         sys.exit(128 + stopped.number)
     except (MemoryError, SystemError) as error:  # where no verb is: loading one, or leaving it
-        short = as_error(error)
-        with suppress(OSError):
-            click.echo(f"{traced(error)}error: {short.for_terminal()}", err=True)
-        sys.exit(short.exit_code)
+        click.echo(traced(error), nl=False, err=True)
+        fail(as_error(error), "--json" in sys.argv)
+
+
+def _show_json(error: BaseException, what: str, exit_code: int) -> None:
+    shown = {"class": type(error).__name__, "what": what}
+    with suppress(OSError):  # a full disk may be where stdout goes
+        click.echo(json_text({"error": shown, "exit_code": exit_code}))
 
 
 def _leave() -> None:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -45,13 +46,13 @@ def test_sigterm_ends_a_merge_with_a_message_and_without_staging(
 
 
 def _begin_merge(
-    tmp_path: Path, recipe_text: Callable[..., str]
+    tmp_path: Path, recipe_text: Callable[..., str], *options: str
 ) -> tuple[subprocess.Popen[str], Path]:
     """A long merge in a process of its own, in the midst of its first layer."""
     recipe, home = tmp_path / "r.yml", tmp_path / "w"
     recipe.write_text(recipe_text())
     process = subprocess.Popen(
-        [*PROGRAM, "merge", str(recipe), "--home", str(home), "--window-size", "16"],
+        [*PROGRAM, "merge", str(recipe), "--home", str(home), "--window-size", "16", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -62,6 +63,44 @@ def _begin_merge(
         time.sleep(0.01)
     process.kill()
     raise AssertionError(process.communicate())
+
+
+@pytest.mark.parametrize("stderr", ["full", "closed", "nobody reads"])
+def test_work_goes_on_where_nobody_can_be_told_how_it_goes(
+    tmp_path: Path, recipe_text: Callable[..., str], stderr: str
+) -> None:
+    recipe = tmp_path / "r.yml"
+    recipe.write_text(recipe_text())
+    reading, writing = os.pipe()
+    os.close(reading)
+    redirected = {"full": "2>/dev/full", "closed": "2>&-", "nobody reads": f"2>&{writing}"}[stderr]
+    words = ["--home", str(tmp_path / "w"), "--json"]
+
+    def run(*verb: str) -> tuple[int, dict[str, Any]]:
+        command = ["bash", "-c", f'"$@" {redirected}', "bash", *PROGRAM, *verb, *words]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, pass_fds=[writing])
+        return done.returncode, json.loads(done.stdout)
+
+    code, merged = run("merge", str(recipe))
+    assert (code, Path(merged["path"]).is_dir()) == (0, True)
+    assert run("history", "nobody")[0] == 17
+    os.close(writing)
+
+
+def test_a_machine_is_told_of_a_signal_by_one_json_result(
+    tmp_path: Path, recipe_text: Callable[..., str]
+) -> None:
+    process, _ = _begin_merge(tmp_path, recipe_text, "--json")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert json.loads(out) == {
+        "error": {
+            "class": "Stopped",
+            "what": "stopped by SIGINT; what was finished is kept: run the same command again",
+        },
+        "exit_code": 130,
+    }
 
 
 def test_a_signal_that_is_ignored_stays_so(tmp_path: Path) -> None:
