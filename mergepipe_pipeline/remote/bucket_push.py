@@ -7,6 +7,7 @@ open first goes last. A push that was killed has left its claim, and goes on whe
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 
 from mergepipe_pipeline.errors import CommitConflictError, CorruptionError, MergePipeError
 from mergepipe_pipeline.remote.bucket import Bucket, Entry
@@ -29,8 +30,9 @@ def push_to_bucket(
 ) -> Pushed:
     """Put `files` at the bucket's address; the first is the claim, the others go in this order.
 
-    `first_opened` are the names that make a reader take the folder for a model. The folder `beside`
-    does not count. What is there with the same digest is not sent.
+    `first_opened` are the names that make a reader take the folder for a model: they are not there
+    while others are sent. The folder `beside` does not count. What is there with the same digest is
+    not sent.
 
     Raises MergePipeError if the address holds anything else, unless `replace`: then that goes, what
     readers open before all else. Raises CommitConflictError if another push claims the address
@@ -44,6 +46,8 @@ def push_to_bucket(
     removed = _in_the_way(there, found, files, missing, {*first_opened, claim.name})
     if removed and not replace:
         raise _taken(bucket, removed)
+    shown = _shown(first_opened, claim, missing)
+    missing = [f for f in files if f in missing or f.name in shown]
     pushed = Pushed(
         bucket.address.text,
         len(files),
@@ -58,7 +62,7 @@ def push_to_bucket(
     if claim in missing:
         _claim(bucket, claim, there.get(claim.name))
         advance(claim.nbytes)
-    hidden = [name for name in removed if name in first_opened]
+    hidden = [name for name in there if name in shown]
     bucket.remove([*hidden, *(n for n in removed if n not in {*hidden, claim.name})])
     etags = {f.name: _put(bucket, f, advance) for f in others if f in missing}
     _refuse_other(bucket, files, etags)
@@ -80,6 +84,18 @@ def _in_the_way(
     own = {name for name, entry in found.items() if entry and entry.sha256 and name not in told_by}
     changed = (f.name for f in missing if f.name in there and f.name not in own)
     return [*(name for name in there if name not in names), *changed]
+
+
+def _shown(
+    first_opened: Collection[str], claim: OutgoingFile, missing: Sequence[OutgoingFile]
+) -> set[str]:
+    """What readers must not find until the push has ended; nothing if they may open what is there.
+
+    Another model may have the same config and index: with shards of both, it could be opened. What
+    is made for the push, such as the card, only tells of a model.
+    """
+    is_partial = any(isinstance(f.content, Path) for f in missing)
+    return {*first_opened} - {claim.name} if is_partial else set()
 
 
 def _is_same(there: Entry | None, file: OutgoingFile) -> bool:

@@ -180,6 +180,36 @@ def test_another_model_at_the_address_stays_unless_it_is_to_be_replaced(
     ]
 
 
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_no_reader_opens_a_model_that_is_replaced_by_one_of_the_same_config(
+    home: Warehouse, made: Snapshot, s3: WatchedS3, bucket: str, is_resumed: bool
+) -> None:
+    address, config = f"s3://{bucket}/m", "m/config.json"
+    _push(home, made.snapshot_id, address)
+    other = Store(home.root).commit((4, 1))
+
+    def refuse(method: str, path: str) -> Answer | None:
+        is_removal = method == "DELETE" or (method == "POST" and path.endswith(bucket))
+        return ("403 Forbidden", "AccessDenied") if is_removal else None
+
+    if is_resumed:  # it claims the address, and goes no further
+        s3.before = refuse
+        _push(home, other.snapshot_id, address, "--replace", exit_code=29)
+        assert config in s3.keys(bucket)
+    readable: list[bool] = []
+
+    def look(method: str, path: str) -> Answer | None:
+        if method == "PUT" and path.endswith(".safetensors"):
+            readable.append(config in s3.keys(bucket))
+        return None
+
+    s3.before = look
+    done = _push(home, other.snapshot_id, address, "--replace")
+    assert readable == [False]
+    assert done["sent_files"][-1] == "config.json"
+    assert config in s3.keys(bucket)
+
+
 @pytest.mark.parametrize("name", ["README.md", SHARDS[0]])
 def test_a_file_that_no_push_put_stays_unless_it_is_to_be_replaced(
     home: Warehouse, made: Snapshot, s3: WatchedS3, bucket: str, name: str
