@@ -16,9 +16,12 @@ _LONGEST = 300
 _CLIENTS = frozenset({"obstore", "huggingface_hub", "httpx", "httpx2", "httpcore", "hf_xet"})
 #: What S3 says of credentials for a time, with status 400.
 _OUTDATED = frozenset({"ExpiredToken", "InvalidToken", "TokenRefreshRequired"})
+#: Statuses of requests that may be sent again as they are.
+_MOMENTARY = (408, 425, 429)
 _NEXT = {
     "refused": "check the credentials, and that they may write and read there",
     "unable": "choose a bucket of a server that knows conditional writes (`If-None-Match: *`)",
+    "rejected": "mend what it names, and run the same command again; what was done is kept",
     "missing": "check the address; a bucket must be there before anything is put into it",
     "failed": "check the network and the address, and run the same command again; what was done "
     "is kept",
@@ -43,7 +46,10 @@ def failures_named(where: str) -> Iterator[None]:
 
 def said(error: BaseException) -> str:
     """What a server or a client says, in a line."""
-    text = str(error)
+    text, told = str(error), getattr(error, "server_message", None)  # of the hub's client
+    if told:
+        line = first_line(error)
+        return line if told in line else f"{line} {' '.join(told.split())}"[:_LONGEST]
     status, code = _STATUS.search(text), _CODE.search(text)
     parts = [status["status"].strip()] if status else []
     parts += [": ".join(filter(None, (code["code"], code["message"])))] if code else []
@@ -86,4 +92,6 @@ def _kind(error: BaseException) -> tuple[str, str]:
     # Of the hub's client, and of obstore.
     if status == 404 or (isinstance(error, FileNotFoundError) and "status code" in text):
         return "missing", "There is no such place on a server"
+    if status is not None and 400 <= status < 500 and status not in _MOMENTARY:
+        return "rejected", "A server refuses what it is sent"
     return "failed", "A server cannot be reached, or fails"

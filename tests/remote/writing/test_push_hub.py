@@ -164,6 +164,17 @@ def test_who_may_not_write_is_told_so(home: Warehouse, made: Snapshot, hub: Hub)
     assert TO in found["error"]["where"]
 
 
+@pytest.mark.parametrize("status", [400, 402, 403, 413])
+def test_what_the_hub_does_not_take_is_told_in_its_own_words(
+    home: Warehouse, made: Snapshot, hub: Hub, status: int
+) -> None:
+    hub.before = lambda method, path: status if "/commit/" in path else None
+    error = _push(home, made.snapshot_id, TO, exit_code=29)["error"]
+    assert "refused by the test" in error["found"]
+    assert "refuses" in error["what"]
+    assert "network" not in error["next_step"]
+
+
 def test_a_push_that_is_killed_shows_nothing_and_goes_on_where_it_was(
     home: Warehouse, made: Snapshot, hub: Hub, tmp_path: Path
 ) -> None:
