@@ -57,9 +57,9 @@ def test_a_folder_that_goes_while_the_inbox_is_read_stops_no_other(
         write_full(home.inbox / name)
     scandir = os.scandir
 
-    def late(path: Path) -> object:
-        if path.name == "b" and path.exists():
-            path.rename(home.root / "moved")
+    def late(path: str | Path) -> object:
+        if Path(path).name == "b" and Path(path).exists():
+            Path(path).rename(home.root / "moved")
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", late)
