@@ -1,11 +1,16 @@
 """Which tensors a module of a recipe means: the parts of models that see, hear, speak.
 
-mergekit's names for parts, and any dotted prefix that exists.
+mergekit's names for parts, and any dotted prefix that exists. `default` and the text side are what
+no other module of the recipe has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+
+#: Whether a tensor belongs to a module.
+Belongs = Callable[[str], bool]
 
 #: Prefixes by mergekit's module name. The text side is what is in none of the others.
 _PARTS: dict[str, tuple[str, ...]] = {
@@ -44,10 +49,10 @@ _TEXT = "text_decoder"
 _ALL = "default"
 
 
-def module_of(name: str, tensors: Collection[str]) -> Callable[[str], bool] | None:
+def module_of(name: str, tensors: Collection[str]) -> Belongs | None:
     """Whether a tensor belongs to the module `name`; None if no tensor of `tensors` does."""
     module = _ALIASES.get(name, name)
-    belongs: Callable[[str], bool]
+    belongs: Belongs
     if module == _ALL:
         return lambda tensor: True
     if module == _TEXT:
@@ -61,18 +66,34 @@ def module_of(name: str, tensors: Collection[str]) -> Callable[[str], bool] | No
     return belongs if any(belongs(tensor) for tensor in tensors) else None
 
 
+def apart(modules: Mapping[str, Belongs]) -> dict[str, Belongs]:
+    """The modules of one recipe by name: `default` and the text side without what others have."""
+    rests = {name for name in modules if _ALIASES.get(name, name) in (_TEXT, _ALL)}
+    own = [belongs for name, belongs in modules.items() if name not in rests]
+    text = [modules[name] for name in rests if name != _ALL]
+
+    def others(tensor: str, name: str) -> bool:
+        taken = [*own, *text] if name == _ALL else own
+        return any(belongs(tensor) for belongs in taken)
+
+    return {
+        name: _but(belongs, partial(others, name=name)) if name in rests else belongs
+        for name, belongs in modules.items()
+    }
+
+
 def first_parts(tensors: Collection[str]) -> list[str]:
     """The first parts of tensor names, for a message about what modules there could be."""
     return list(dict.fromkeys(name.partition(".")[0] for name in tensors))
 
 
-def _within(prefixes: tuple[str, ...]) -> Callable[[str], bool]:
+def _within(prefixes: tuple[str, ...]) -> Belongs:
     return lambda tensor: tensor.startswith(prefixes)
 
 
-def _without(prefixes: tuple[str, ...]) -> Callable[[str], bool]:
+def _without(prefixes: tuple[str, ...]) -> Belongs:
     return lambda tensor: not tensor.startswith(prefixes)
 
 
-def _but(inside: Callable[[str], bool], outside: Callable[[str], bool]) -> Callable[[str], bool]:
+def _but(inside: Belongs, outside: Belongs) -> Belongs:
     return lambda tensor: inside(tensor) and not outside(tensor)

@@ -17,7 +17,7 @@ from mergepipe_pipeline.recipe.checks import (
     find_method,
 )
 from mergepipe_pipeline.recipe.model_tensors import Table, Tables
-from mergepipe_pipeline.recipe.modules import first_parts, module_of
+from mergepipe_pipeline.recipe.modules import Belongs, apart, first_parts, module_of
 from mergepipe_pipeline.recipe.outputs import Output, Outputs, SourceTensor, all_names
 from mergepipe_pipeline.recipe.parsed import ParsedRecipe
 from mergepipe_pipeline.recipe.patterns import check_budget_options
@@ -170,21 +170,38 @@ class _Resolver:
 
     def _outputs(self) -> list[Output]:
         maker = Outputs(self.schema, self.parsed.level, self.tables, self.problems)
+        parts = self._parts()
         outputs: dict[str, Output] = {}
+        for module in self.parsed.modules:
+            name = module.name or "default"
+            made = list(maker.of_module(module, parts[name])) if name in parts else []
+            twice = [output.name for output in made if output.name in outputs]
+            if twice:
+                owner = next(n for n, belongs in parts.items() if belongs(twice[0]))
+                self.problems.add(
+                    module.level.path,
+                    f"{len(twice)} of its tensors belong to the module {owner}, too, "
+                    f"first {twice[0]}",
+                )
+            outputs |= {output.name: output for output in made}
+        return list(outputs.values())
+
+    def _parts(self) -> dict[str, Belongs]:
+        """Which tensors each module has; adds a problem for a module without any."""
+        parts: dict[str, Belongs] = {}
         for module in self.parsed.modules:
             first = module.slices[0].entries[0].model
             names = self.tables[first if self.parsed.base is None else self.parsed.base]
             belongs = module_of(module.name or "default", names)
-            if belongs is None:
-                self.problems.add(
-                    module.level.path,
-                    f"no tensor belongs to this module; names begin with "
-                    f"{', '.join(first_parts(names))}",
-                )
+            if belongs is not None:
+                parts[module.name or "default"] = belongs
                 continue
-            for output in maker.of_module(module, belongs):
-                outputs.setdefault(output.name, output)
-        return list(outputs.values())
+            self.problems.add(
+                module.level.path,
+                f"no tensor belongs to this module; names begin with "
+                f"{', '.join(first_parts(names))}",
+            )
+        return apart(parts)
 
     def _places(self) -> dict[int, KeyPath]:
         places: dict[int, KeyPath] = {}

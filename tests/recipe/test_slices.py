@@ -183,6 +183,33 @@ modules: {model.visual: {models: [{model: a}]}}
     assert [name for name, parts in made.items() if parts] == list(VISION[:3])
 
 
+@pytest.mark.parametrize("rest", ["default", "text_decoder"])
+@pytest.mark.parametrize("is_last", [True, False])
+def test_the_rest_of_a_model_is_what_no_other_module_has(rest: str, is_last: bool) -> None:
+    parts = [
+        "  model.language_model.layers: {models: [{model: b}]}\n",
+        f"  {rest}: {{models: [{{model: a}}]}}\n",
+    ]
+    text = "merge_method: passthrough\nmodules:\n" + "".join(parts if is_last else parts[::-1])
+    made = inputs(resolve(text, every=table(VISION)))
+    by_model = {name: taken[0][0] for name, taken in made.items() if taken}
+    layers = {name for name in VISION if "layers" in name}
+    assert {name for name, model in by_model.items() if model == "b"} == layers
+    assert by_model["lm_head.weight"] == "a"
+    assert ("model.visual.merger.mlp.weight" in by_model) is (rest == "default")
+
+
+def test_a_tensor_of_two_modules_is_refused() -> None:
+    text = """\
+merge_method: passthrough
+modules:
+  model.visual: {models: [{model: a}]}
+  multi_modal_projector: {models: [{model: b}]}
+"""
+    (problem,) = _problems(text, every=table(VISION))
+    assert "1 of its tensors belong to the module model.visual, too" in problem
+
+
 def test_vision_and_text_have_gradients_of_their_own_length() -> None:
     text = "merge_method: slerp\nbase_model: a\nmodels: [{model: b}]\nparameters: {t: [0, 1]}\n"
     t = values(resolve(text, every=table(VISION)), "t")
