@@ -82,7 +82,7 @@ def resolve_recipe(
     warnings += [*problems.ignored, *resolver.warnings]
     warnings += mixed_shapes(tensors, tables, parsed.references)
     warnings += _rounding_warnings(parsed, schema, tensors, tables)
-    return _recipe_of(parsed, tensors, resolver.n_layers, warnings)
+    return _recipe_of(parsed, tensors, resolver.sliced, warnings)
 
 
 def _check_text(
@@ -118,7 +118,7 @@ def _rounding_warnings(
 def _recipe_of(
     parsed: ParsedRecipe,
     tensors: tuple[TensorRecipe, ...],
-    n_layers: int | None,
+    sliced: tuple[tuple[str, int], ...],
     warnings: list[str],
 ) -> Recipe:
     return Recipe(
@@ -134,7 +134,7 @@ def _recipe_of(
         strategy=parsed.strategy,
         seed=parsed.seed,
         ref=parsed.ref,
-        n_layers=n_layers,
+        sliced=sliced,
         tokenizer=parsed.tokenizer,
         chat_template=parsed.chat_template,
         warnings=tuple(dict.fromkeys(warnings)),
@@ -148,7 +148,7 @@ class _Resolver:
     tables: Tables
     problems: Problems
     warnings: list[str] = field(default_factory=list)
-    n_layers: int | None = None
+    sliced: tuple[tuple[str, int], ...] = ()
     copied: dict[int, dict[str, None]] = field(default_factory=dict)
 
     def tensors(self) -> tuple[TensorRecipe, ...]:
@@ -159,7 +159,6 @@ class _Resolver:
         recipes += self._leftovers({output.name for output in outputs})
         self.tables.add_misfits(self._places(), self.problems)
         repeated.flush()
-        self.n_layers = self._new_count(recipes)
         self.warnings += self.tables.own_parts()
         for model, names in self.copied.items():
             self.warnings.append(copied(list(names), self.tables.refs[model]))
@@ -184,6 +183,8 @@ class _Resolver:
                     f"first {twice[0]}",
                 )
             outputs |= {output.name: output for output in made}
+            if not all(part.whole for part in module.slices):
+                self.sliced += tuple(stack_counts(output.name for output in made).items())
         return list(outputs.values())
 
     def _parts(self) -> dict[str, Belongs]:
@@ -317,18 +318,6 @@ class _Resolver:
                 f"copied from {self.tables.refs[owner].text!r}, where mergekit leaves them out"
             )
         return [TensorRecipe(name, (), BaseTensor(owner, name), ()) for name in names]
-
-    def _new_count(self, recipes: Sequence[TensorRecipe]) -> int | None:
-        """The number of layers of the stack that slices made longer or shorter, if one is."""
-        if all(part.whole for _, part in self.parsed.slices()):
-            return None
-        first = self.parsed.modules[0].slices[0].entries[0].model
-        template = stack_counts(
-            self.tables[first if self.parsed.base is None else self.parsed.base]
-        )
-        counts = stack_counts(recipe.name for recipe in recipes)
-        changed = [n for stack, n in counts.items() if template.get(stack) != n]
-        return changed[0] if changed else None
 
     def _text(self, taken: SourceTensor) -> str:
         return self.tables.refs[taken.entry.model].text

@@ -5,6 +5,7 @@ The recipe, the models' configs and the output's tensors decide; `execution.asse
 
 from __future__ import annotations
 
+import re
 from base64 import b64encode
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from mergepipe_pipeline.errors import CheckpointError, IncompleteCheckpointError
 from mergepipe_pipeline.planner.plan_builder import Side
 from mergepipe_pipeline.remote.address import is_address
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.spec.layers import embedding_like, is_post, layer_index
+from mergepipe_pipeline.spec.layers import embedding_like, is_post, layer_index, layer_stack
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.plan import ConfigValue
 from mergepipe_pipeline.spec.recipe import Recipe, TensorRecipe
@@ -31,6 +32,11 @@ _VOCABULARIES = frozenset(
 #: Bytes at the end of a file among which its last bracket is.
 _END_NBYTES = 256
 _LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+#: The keys of towers' own parts, and of the stacks of a model that encodes and decodes.
+_TOWER_KEYS = (*_LAYER_KEYS, "depth", "encoder_layers")
+_DECODER_KEYS = ("decoder_layers", "num_decoder_layers")
+_ENCODER_KEYS = (*_LAYER_KEYS, "encoder_layers", "num_encoder_layers")
+_TOWER = re.compile(r"(?:^|\.)(?:(audio)|vision|visual)")
 
 
 def template_of(recipe: Recipe, models: Sequence[Model]) -> int:
@@ -150,9 +156,10 @@ def _config(
 ) -> list[tuple[str, ConfigValue]]:
     config = _parsed(models[template])
     changes: list[tuple[str, ConfigValue]] = []
-    if recipe.n_layers is not None:
-        changes += [(key, recipe.n_layers) for key in _places(config, _LAYER_KEYS)]
-        changes += _per_layer_lists(config, recipe, models)
+    for stack, n in recipe.sliced:
+        changes += [(k, n) for k in _depth_places(config, stack) if _at(config, k) != n]
+        if not _TOWER.search(stack):
+            changes += _per_layer_lists(config, recipe, models, stack)
     rows = _vocabulary_rows(recipe, models)
     if rows is not None:
         changes += [(k, rows) for k in _places(config, ("vocab_size",)) if _at(config, k) != rows]
@@ -177,21 +184,41 @@ def _places(config: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
     return [f"text_config.{k}" for k in keys if isinstance(part, dict) and k in part]
 
 
+def _depth_places(config: Mapping[str, Any], stack: str) -> list[str]:
+    """Where a config states the number of layers of a stack.
+
+    A part of a config may leave it out, where it is what its class assumes.
+    """
+    tower = _TOWER.search(stack)
+    name = "text_config" if tower is None else "audio_config" if tower[1] else "vision_config"
+    part = config.get(name)
+    if tower is not None:
+        stated = [f"{name}.{k}" for k in _TOWER_KEYS if isinstance(part, dict) and k in part]
+    elif any(key in config for key in _DECODER_KEYS):
+        keys = _DECODER_KEYS if "decoder" in stack else _ENCODER_KEYS
+        stated = [key for key in keys if key in config]
+    else:
+        stated = _places(config, _LAYER_KEYS)
+    return stated or ([f"{name}.num_hidden_layers"] if isinstance(part, dict) else [])
+
+
 def _at(config: Mapping[str, Any], place: str) -> Any:
-    for key in place.split("."):
+    """What a config has at a dotted place, None if nothing."""
+    *above, last = place.split(".")
+    for key in above:
         config = config[key]
-    return config
+    return config.get(last)
 
 
 def _per_layer_lists(
-    config: Mapping[str, Any], recipe: Recipe, models: Sequence[Model]
+    config: Mapping[str, Any], recipe: Recipe, models: Sequence[Model], stack: str
 ) -> list[tuple[str, ConfigValue]]:
-    """`layer_types` has one entry per layer: each is that of the layer it was made from."""
+    """`layer_types` has an entry per layer of the stack: that of the layer it was made from."""
     type_by_layer: dict[int, str] = {}
     for t in recipe.tensors:
         layer = layer_index(t.name)
         source = t.base or (t.inputs[0] if t.inputs else None)
-        if layer is None or layer in type_by_layer or source is None:
+        if layer_stack(t.name) != stack or layer is None or layer in type_by_layer or not source:
             continue
         kinds = _layer_types(models[source.model])
         source_layer = layer_index(source.tensor)

@@ -143,8 +143,9 @@ class TokenizerRecipe:
 class Recipe:
     """A resolved recipe.
 
-    `models` are all models, each once, the base at `base` among them. `n_layers` is the number of
-    layers of the output where slices change it. `chat_template` is a template's text, or "auto".
+    `models` are all models, each once, the base at `base` among them. `sliced` are the
+    stacks that slices make, with their numbers of layers. `chat_template` is a template's text, or
+    "auto".
     """
 
     name: str
@@ -159,7 +160,7 @@ class Recipe:
     strategy: str | None
     seed: int
     ref: str
-    n_layers: int | None = None
+    sliced: tuple[tuple[str, int], ...] = ()
     tokenizer: TokenizerRecipe | None = None
     chat_template: str | None = None
     warnings: tuple[str, ...] = ()

@@ -53,7 +53,7 @@ def test_layers_are_numbered_anew_in_the_order_of_the_slices() -> None:
         [("b", UP.format(2))],
     ]
     assert tuple(made) == names_of(4)
-    assert recipe.n_layers == 4
+    assert dict(recipe.sliced) == {"model.layers.": 4}
 
 
 def test_embeddings_come_from_the_first_slice_and_the_head_from_the_last() -> None:
@@ -63,9 +63,9 @@ def test_embeddings_come_from_the_first_slice_and_the_head_from_the_last() -> No
     assert made["lm_head.weight"] == [("b", "lm_head.weight")]
 
 
-def test_the_number_of_layers_is_told_only_where_it_changes() -> None:
-    assert resolve(STACKED.replace("[1, 3]", "[2, 3]")).n_layers is None
-    assert resolve("merge_method: passthrough\nmodels: [{model: a}]\n").n_layers is None
+def test_the_number_of_layers_is_told_only_where_there_are_slices() -> None:
+    assert dict(resolve(STACKED.replace("[1, 3]", "[2, 3]")).sliced) == {"model.layers.": 3}
+    assert resolve("merge_method: passthrough\nmodels: [{model: a}]\n").sliced == ()
 
 
 def test_base_and_expert_give_different_layers_to_one_output_layer() -> None:
@@ -147,7 +147,7 @@ modules:
     - sources: [{model: a, layer_range: [0, 3]}]
 """
     recipe = resolve(text, every=table(VISION))
-    assert recipe.n_layers == 5
+    assert dict(recipe.sliced) == {"model.language_model.layers.": 5}
     assert sum("language_model.layers" in t.name for t in recipe.tensors) == 5
     copies = [t.name for t in recipe.tensors if not t.inputs]
     assert copies == list(VISION[:3])

@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -316,3 +317,79 @@ def test_tensors_of_a_width_that_does_not_fit_are_refused(
     text += f"- {{model: {tmp_path / 'wide'}, parameters: {{weight: 1}}}}\n"
     with pytest.raises(RecipeError, match="do not fit"):
         resolve(home, parse(text, name="t", where="t"))
+
+
+def _with_towers(folder: Path, config: dict[str, object], stacks: dict[str, int]) -> Path:
+    """A model of two stacks, given with their depths, whose layers hold one vector each."""
+    names = [f"{stack}.layers.{k}.norm.weight" for stack, n in stacks.items() for k in range(n)]
+    folder.mkdir()
+    values = {name: torch.full((4,), float(i)) for i, name in enumerate(names)}
+    save_file(values, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def _config_of_slices(home: Warehouse, model: Path, *taken: tuple[str, int, int]) -> dict[str, Any]:
+    """The config of a result whose `modules` each take two ranges of layers of a model."""
+    lines = ["merge_method: passthrough", "modules:"]
+    for module, end, start in taken:
+        lines += [f"  {module}:", "    slices:"]
+        for layers in ([0, end], [start, 3]):
+            lines.append(f"    - sources: [{{model: {model}, layer_range: {layers}}}]")
+    folder = run(home, "\n".join(lines)).snapshot.path
+    config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
+    return config
+
+
+def test_the_layers_of_each_tower_are_counted_where_the_config_states_them(
+    home: Warehouse, tmp_path: Path
+) -> None:
+    kinds = ["full", "sliding", "full"]
+    stated = {
+        "text_config": {"num_hidden_layers": 3, "layer_types": kinds},
+        "vision_config": {"depth": 5},
+    }
+    stacks = {"vision_tower": 5, "language_model": 3}
+    model = _with_towers(tmp_path / "a", stated, stacks)
+    seeing = _config_of_slices(home, model, ("vision_tower", 2, 1))
+    assert seeing["vision_config"] == {"depth": 4}
+    assert seeing["text_config"] == stated["text_config"]
+    both = _config_of_slices(home, model, ("vision_tower", 1, 2), ("text_decoder", 2, 1))
+    assert both["vision_config"] == {"depth": 2}
+    assert both["text_config"] == {
+        "num_hidden_layers": 4,
+        "layer_types": ["full", "sliding", "sliding", "full"],
+    }
+
+
+def test_the_layers_of_a_tower_are_stated_where_its_config_left_the_default_out(
+    home: Warehouse, tmp_path: Path
+) -> None:
+    stated: dict[str, object] = {"text_config": {"model_type": "llama"}, "vision_config": {}}
+    model = _with_towers(tmp_path / "a", stated, {"vision_tower": 4, "language_model": 3})
+    config = _config_of_slices(home, model, ("text_decoder", 2, 1), ("vision_tower", 1, 2))
+    assert config["text_config"] == {"model_type": "llama", "num_hidden_layers": 4}
+    assert config["vision_config"] == {"num_hidden_layers": 2}
+
+
+def test_the_layers_of_encoder_and_decoder_are_counted_apart(
+    home: Warehouse, tmp_path: Path
+) -> None:
+    stated = {"num_hidden_layers": 3, "encoder_layers": 3, "decoder_layers": 4}
+    model = _with_towers(tmp_path / "a", stated, {"model.encoder": 3, "model.decoder": 4})
+    config = _config_of_slices(home, model, ("decoder", 1, 2))
+    assert (config["encoder_layers"], config["num_hidden_layers"]) == (3, 3)
+    assert config["decoder_layers"] == 2
+    config = _config_of_slices(home, model, ("encoder", 2, 1))
+    assert (config["encoder_layers"], config["num_hidden_layers"]) == (4, 4)
+    assert config["decoder_layers"] == 4
+
+
+def test_kinds_of_layers_follow_layers_that_only_change_places(
+    home: Warehouse, pair: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(pair / "a", tmp_path / "a")
+    change_config(tmp_path / "a", layer_types=["p", "q", "r", "s"])
+    outcome = run(home, stacked([(tmp_path / "a", 2, 4), (tmp_path / "a", 0, 2)]))
+    config = json.loads((Path(outcome.snapshot.path) / "config.json").read_text())
+    assert config["layer_types"] == ["r", "s", "p", "q"]
