@@ -176,12 +176,10 @@ def _parsed(model: Model) -> dict[str, Any]:
 
 
 def _places(config: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
-    """Dotted places of the keys: in the config itself, else in its text part."""
-    own = [k for k in keys if k in config]
-    if own:
-        return own
+    """Dotted places of the keys: in the config itself and in its text part, which may repeat it."""
     part = config.get("text_config")
-    return [f"text_config.{k}" for k in keys if isinstance(part, dict) and k in part]
+    inner = [f"text_config.{k}" for k in keys if isinstance(part, dict) and k in part]
+    return [k for k in keys if k in config] + inner
 
 
 def _depth_places(config: Mapping[str, Any], stack: str) -> list[str]:

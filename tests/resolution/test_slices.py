@@ -372,6 +372,16 @@ def test_the_layers_of_a_tower_are_stated_where_its_config_left_the_default_out(
     assert config["vision_config"] == {"num_hidden_layers": 2}
 
 
+def test_layers_are_counted_at_both_places_where_a_config_states_them(
+    home: Warehouse, tmp_path: Path
+) -> None:
+    """Saved by some versions of transformers, a Qwen2-VL says the text's sizes twice."""
+    stated = {"num_hidden_layers": 3, "text_config": {"num_hidden_layers": 3}}
+    model = _with_towers(tmp_path / "a", stated, {"visual": 2, "model": 3})
+    config = _config_of_slices(home, model, ("text_decoder", 1, 2))
+    assert config["num_hidden_layers"] == config["text_config"]["num_hidden_layers"] == 2
+
+
 def test_the_layers_of_encoder_and_decoder_are_counted_apart(
     home: Warehouse, tmp_path: Path
 ) -> None:
