@@ -164,9 +164,8 @@ def _config(
     if rows is not None:
         changes += [(k, rows) for k in _places(config, ("vocab_size",)) if _at(config, k) != rows]
     if _must_untie(recipe, models, config):
-        changes += [(k, False) for k in _places(config, ("tie_word_embeddings",))] or [
-            ("tie_word_embeddings", False)
-        ]
+        places = dict.fromkeys(("tie_word_embeddings", *_places(config, ("tie_word_embeddings",))))
+        changes += [(place, False) for place in places]
     return changes
 
 
@@ -257,11 +256,11 @@ def _like(t: TensorRecipe, models: Sequence[Model]) -> int:
 
 
 def _must_untie(recipe: Recipe, models: Sequence[Model], config: Mapping[str, Any]) -> bool:
-    """The output has a head of its own, the template's config ties it, an input's does not."""
+    """The output has a head of its own, the template's config may tie it, an input's does not."""
     has_head = any(embedding_like(t.name) and is_post(t.name) for t in recipe.tensors)
     if has_head and any(m.unties for m in models):
         return True
-    if not has_head or config.get("tie_word_embeddings") is not True:
+    if not has_head or config.get("tie_word_embeddings") is False:
         return False
     used = {i.model for t in recipe.tensors for i in t.inputs}
     return any(_parsed(models[m]).get("tie_word_embeddings") is False for m in used)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -282,6 +283,19 @@ def test_a_head_in_a_model_whose_config_ties_it_is_no_reason_to_untie(
     assert config_of(outcome.snapshot.path)["tie_word_embeddings"] is True
     merged = tensors(outcome.snapshot.path)
     assert torch.equal(merged[HEAD], merged[EMBEDDING])
+
+
+def test_a_base_that_is_tied_by_default_is_untied_in_so_many_words(
+    home: Warehouse, folder: Path, tmp_path: Path
+) -> None:
+    """A Gemma's config does not say that it is tied."""
+    base = Path(shutil.copytree(folder / "tied", tmp_path / "base"))
+    config = json.loads((base / "config.json").read_text())
+    del config["tie_word_embeddings"]
+    (base / "config.json").write_text(json.dumps(config))
+    outcome = run(home, recipe("task_arithmetic", base, [folder / "with_head"]))
+    assert HEAD in tensors(outcome.snapshot.path)
+    assert config_of(outcome.snapshot.path)["tie_word_embeddings"] is False
 
 
 def logits(folder: str) -> torch.Tensor:
