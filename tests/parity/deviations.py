@@ -79,6 +79,13 @@ DEVIATIONS: dict[str, tuple[str, ...]] = {
     "head after slices of unequally many models": (
         "test_deviations.py::test_mergekit_leaves_sources_of_the_last_slice_out_of_the_head",
     ),
+    "last norm and head after slices of an architecture that it does not know": (
+        "test_deviations.py::"
+        "test_the_head_of_an_architecture_unknown_to_mergekit_is_the_first_slices_there",
+    ),
+    "lengths, angles and energies of a tensor with NaN or infinity": (
+        "test_deviations.py::test_models_that_are_not_finite_are_not_measured_against_each_other",
+    ),
     "BertModel; GPT-NeoX without its old buffers": (
         *_REFUSED,
         "test_deviations.py::test_mergekit_asks_for_buffers_that_gpt_neox_files_no_longer_have",

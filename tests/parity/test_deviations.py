@@ -6,10 +6,12 @@ Each case fails when mergekit (or we) change, so that docs/mergekit.md stays tru
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from mergepipe_pipeline.errors import MergePipeError, RecipeError
 from mergepipe_pipeline.warehouse import Warehouse
@@ -133,6 +135,51 @@ slices:
     assert torch.equal(run_mergekit(text)[head], first)
     ours = read_model(Path(run(home, text).snapshot.path))[head]
     assert torch.equal(ours, ((first.float() + second.float()) / 2).to(torch.bfloat16))
+
+
+@pytest.mark.peer
+@pytest.mark.usefixtures("mergekit_is_here")
+def test_the_head_of_an_architecture_unknown_to_mergekit_is_the_first_slices_there(
+    home: Warehouse, family_of: FamilyOf, tmp_path: Path
+) -> None:
+    """It takes all that is outside the layers from the first slice; we take the last one's head."""
+    family = Path(shutil.copytree(family_of("llama"), tmp_path / "family"))
+    for model in family.iterdir():
+        config = json.loads((model / "config.json").read_text())
+        config["architectures"] = ["OwnLlamaForCausalLM"]
+        (model / "config.json").write_text(json.dumps(config))
+    yaml = """
+merge_method: passthrough
+slices:
+  - sources: [{model: $e0, layer_range: [0, 2]}]
+  - sources: [{model: $e1, layer_range: [2, 4]}]
+"""
+    text = fill(yaml, family) + SUFFIX
+    first, last = (read_model(family / f"expert_0{i}") for i in range(2))
+    theirs = run_mergekit(text)
+    ours = read_model(Path(run(home, text).snapshot.path))
+    norm = "model.norm.weight"
+    assert not torch.equal(first[norm], last[norm])
+    assert torch.equal(theirs[norm], first[norm])
+    assert torch.equal(ours[norm], last[norm])
+
+
+@pytest.mark.peer
+@pytest.mark.usefixtures("mergekit_is_here")
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_models_that_are_not_finite_are_not_measured_against_each_other(
+    home: Warehouse, family_of: FamilyOf, tmp_path: Path, value: float
+) -> None:
+    """One such element makes the whole tensor NaN in mergekit."""
+    family = Path(shutil.copytree(family_of("llama"), tmp_path / "family"))
+    name, file = "model.norm.weight", family / "expert_00" / "model.safetensors"
+    tensors = load_file(file)
+    tensors[name][3] = value
+    save_file(tensors, file, metadata={"format": "pt"})
+    text = fill("merge_method: karcher\nmodels: [{model: $e0}, {model: $e1}]\n", family) + SUFFIX
+    assert bool(run_mergekit(text)[name].isnan().all())
+    with pytest.raises(MergePipeError, match="NaN or infinity"):
+        run(home, text)
 
 
 @pytest.mark.parametrize("arch", ["gemma2", "qwen3"])
