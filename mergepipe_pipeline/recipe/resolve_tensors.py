@@ -37,7 +37,7 @@ from mergepipe_pipeline.recipe.tensor_parameters import (
     method_params,
     model_params,
 )
-from mergepipe_pipeline.spec.layers import embedding_like, is_buffer, stack_counts
+from mergepipe_pipeline.spec.layers import embedding_like, is_buffer, layer_stack, stack_counts
 from mergepipe_pipeline.spec.operator import OperatorSchema
 from mergepipe_pipeline.spec.output import promoted_dtype
 from mergepipe_pipeline.spec.recipe import BaseTensor, Params, Recipe, TensorInput, TensorRecipe
@@ -306,12 +306,17 @@ class _Resolver:
             self.warnings.append(untied(output.name, lacking))
 
     def _leftovers(self, output_names: set[str]) -> list[TensorRecipe]:
-        """Copies of the tensors that are in no named module."""
+        """Copies of the tensors that are in no named module; no layers that slices leave out."""
         if all(module.name is None for module in self.parsed.modules):
             return []
         first = self.parsed.modules[0].slices[0].entries[0].model
         owner = first if self.parsed.base is None else self.parsed.base
-        names = [name for name in self.tables[owner] if name not in output_names]
+        sliced = dict(self.sliced)
+        names = [
+            name
+            for name in self.tables[owner]
+            if name not in output_names and layer_stack(name) not in sliced
+        ]
         if names:
             self.warnings.append(
                 f"modules: {len(names)} tensors are in none of them, first {names[0]}: they are "

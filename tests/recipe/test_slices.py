@@ -154,6 +154,20 @@ modules:
     assert "modules: 3 tensors are in none of them" in recipe.warnings[-1]
 
 
+def test_layers_that_slices_of_a_module_leave_out_are_not_copied() -> None:
+    text = """\
+merge_method: passthrough
+modules:
+  text_decoder:
+    slices:
+    - sources: [{model: a, layer_range: [2, 3]}]
+"""
+    recipe = resolve(text, every=table(VISION))
+    layers = [t.name for t in recipe.tensors if "language_model.layers" in t.name]
+    assert layers == ["model.language_model.layers.0.up.weight"]
+    assert "modules: 3 tensors are in none of them" in recipe.warnings[-1]
+
+
 def test_modules_take_different_models_and_their_own_parameters() -> None:
     text = """\
 merge_method: task_arithmetic
