@@ -136,6 +136,24 @@ def test_experts_apart_and_fused_merge_as_the_base_has_them(
     assert all(torch.equal(whole[n], t) for n, t in found[False].items())
 
 
+def test_filters_see_the_names_of_the_base_and_in_mergekit_those_of_transformers(
+    home: Warehouse, family_of: FamilyOf
+) -> None:
+    """`w2` is part of a name on the hub, `down_proj` of the same matrices' name there."""
+    family = family_of("mixtral", "float32")
+    text = (
+        f"merge_method: passthrough\nmodels: [{{model: {family / BASE}}}]\nparameters:\n"
+        "  scale: [{filter: w2, value: 2}, {filter: down_proj, value: 4}, {value: 1}]\n"
+        "dtype: float32\n"
+    )
+    below = fused("mixtral", read_model(family / BASE))
+    theirs = run_mergekit(text)
+    ours = fused("mixtral", read_model(Path(run(home, text).snapshot.path)))
+    name = "model.layers.1.mlp.experts.down_proj"
+    assert torch.equal(theirs[name], 4 * below[name])
+    assert torch.equal(ours[name], 2 * below[name])
+
+
 def test_experts_stored_apart_are_trimmed_apart_and_by_mergekit_as_one(
     home: Warehouse, family_of: FamilyOf, tmp_path: Path
 ) -> None:
