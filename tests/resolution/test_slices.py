@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -319,7 +319,7 @@ def test_tensors_of_a_width_that_does_not_fit_are_refused(
         resolve(home, parse(text, name="t", where="t"))
 
 
-def _with_towers(folder: Path, config: dict[str, object], stacks: dict[str, int]) -> Path:
+def _with_towers(folder: Path, config: Mapping[str, object], stacks: dict[str, int]) -> Path:
     """A model of two stacks, given with their depths, whose layers hold one vector each."""
     names = [f"{stack}.layers.{k}.norm.weight" for stack, n in stacks.items() for k in range(n)]
     folder.mkdir()
