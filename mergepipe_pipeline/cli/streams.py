@@ -5,10 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from io import BufferedWriter, FileIO, TextIOWrapper
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
+from typing import Any
 
 _STANDARD = (0, 1, 2)
 
@@ -16,7 +13,7 @@ _STANDARD = (0, 1, 2)
 class _Lossy(FileIO):
     """A file of which what cannot be written is lost: on a full disk, or where nobody reads."""
 
-    def write(self, data: ReadableBuffer, /) -> int:
+    def write(self, data: Any, /) -> int:
         """Write what can be written; gives the number of all bytes if that fails."""
         nbytes = memoryview(data).nbytes
         try:

@@ -29,6 +29,6 @@ if "dagster._daemon" in sys.orig_argv:
 
     dagster._daemon.sensor.MIN_INTERVAL_LOOP_TIME = 1
 if "grpc" in sys.orig_argv:
-    from alembic.script import ScriptDirectory
+    from dagster._core.storage.sql import ScriptDirectory  # type: ignore[attr-defined]
 
     ScriptDirectory.from_config = cache(ScriptDirectory.from_config)  # type: ignore[method-assign]

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import obstore
+from moto.moto_server.threaded_moto_server import make_server  # type: ignore[attr-defined]
 from moto.moto_server.werkzeug_app import (
     DomainDispatcherApplication,
     MotoRequestHandler,
     create_backend_app,
 )
 from obstore.store import S3Store
-from werkzeug.serving import make_server
 
 #: What the server answers instead of moto, as (status line, code of S3's error).
 Answer = tuple[str, str]
