@@ -6,12 +6,19 @@ A damaged one is listed as damaged and hides no other.
 from __future__ import annotations
 
 import os
+import re
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from mergepipe_pipeline.digest import unseal
 from mergepipe_pipeline.errors import CorruptionError, NotFoundError
-from mergepipe_pipeline.spec.snapshot import MANIFEST, Manifest, Snapshot
+from mergepipe_pipeline.snapshots.stage import PROVENANCE
+from mergepipe_pipeline.spec.snapshot import MANIFEST, Manifest, ShardEntry, SideFile, Snapshot
+
+_DIGEST = re.compile("[0-9a-f]{64}")
+_LONGEST_NAME_NBYTES = 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +96,56 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def manifest_of(data: bytes, where: str) -> Manifest:
-    """The manifest in a file's bytes. Raises CorruptionError."""
+    """The manifest in a file's bytes, made by anybody. Raises CorruptionError.
+
+    Its files have names of their own in its folder; what names files elsewhere is a digest.
+    """
     value = unseal(data, where)
     try:
-        return Manifest.from_json(value)
+        manifest = Manifest.from_json(value)
+        if problem := next(_problems(manifest), None):
+            raise ValueError(problem)
+        return manifest
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise CorruptionError(
             "A manifest has another form than this version writes",
             where=where,
-            found=str(error),
+            found=str(error)[:200],
             next_step="read it with the version that wrote it",
         ) from error
+
+
+def _problems(manifest: Manifest) -> Iterator[str]:
+    files: list[ShardEntry | SideFile] = [*manifest.shards, *manifest.side_files]
+    for name, times in Counter(f.file for f in files).items():
+        if not _is_plain(name):
+            yield f"the file {name!r}, which is no name in a folder"
+        elif times > 1 or name in (MANIFEST, PROVENANCE):
+            yield f"the file {name!r} twice"
+    digests = [f.sha256 for f in files] + [s.layer_key for s in manifest.shards]
+    for digest in digests + [d for s in manifest.shards for _, d in s.tensors]:
+        if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+            yield f"{digest!r} instead of a digest"
+    for number in [f.nbytes for f in files] + [n for _, _, n in manifest.operators]:
+        if type(number) is not int or number < 0:
+            yield f"{number!r} instead of a number"
+    texts = [manifest.plan_id, manifest.method, *(s.layer for s in manifest.shards)]
+    texts += [t for s in manifest.shards for t, _ in s.tensors]
+    texts += [t for i in manifest.inputs for t in (i.role, i.name, i.content_sha256)]
+    for text in texts + [t for name, variant, _ in manifest.operators for t in (name, variant)]:
+        if not isinstance(text, str):
+            yield f"{text!r} instead of a text"
+
+
+def _is_plain(name: object) -> bool:
+    """Whether a file of this name lies in its folder itself, and can be shown."""
+    return (
+        isinstance(name, str)
+        and name == Path(name).name
+        and name not in ("", "..")
+        and name.isprintable()
+        and len(name.encode()) <= _LONGEST_NAME_NBYTES
+    )
 
 
 def _ids(snapshots: Path) -> list[str]:

@@ -160,12 +160,13 @@ class Mirror:
         """One version of a ref. Raises NotFoundError, CorruptionError."""
         key = _version_key(ref, number)
         value = unseal(self._present(key, "No such version"), self.bucket.where(key))
-        if value.get("version_of") != f"{ref}/{number}":
+        is_whole = all(isinstance(value.get(key), str) for key in ("snapshot_id", "reason"))
+        if value.get("version_of") != f"{ref}/{number}" or not is_whole:
             raise CorruptionError(
-                "A version is another's",
+                "A version is another's" if is_whole else "A version of a ref names no snapshot",
                 where=self.bucket.where(key),
                 expected=f"{ref}/{number}",
-                found=str(value.get("version_of")),
+                found=str(value.get("version_of"))[:80],
                 next_step="remove it from the bucket, or publish again",
             )
         return Ref(ref, number, value["snapshot_id"], value["reason"])
