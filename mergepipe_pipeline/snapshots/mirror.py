@@ -193,7 +193,7 @@ class Mirror:
                 where = self.bucket.where(f"{folder}/{side.file}")
                 raise _changed(where, side.sha256[:16], sha256_hex(data)[:16])
             yield side.file, data
-        yield PROVENANCE, self._present(f"{folder}/{PROVENANCE}")
+        yield PROVENANCE, self._present(provenance_key(manifest.snapshot_id))
 
     def actions(self, shard: ShardEntry) -> Iterator[tuple[str, StoredObject]]:
         """The actions that gave a shard's object, by key."""
@@ -243,6 +243,11 @@ def object_key(sha256: str) -> str:
 def manifest_key(snapshot_id: str) -> str:
     """Where a snapshot's manifest lies."""
     return f"{_folder(snapshot_id)}/{MANIFEST}"
+
+
+def provenance_key(snapshot_id: str) -> str:
+    """Where a snapshot's provenance lies."""
+    return f"{_folder(snapshot_id)}/{PROVENANCE}"
 
 
 def _folder(snapshot_id: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from mergepipe_pipeline.digest import unseal
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundError
 from mergepipe_pipeline.execution.plan_leases import staging as staging_of
 from mergepipe_pipeline.progress import Progress, Silent
@@ -10,7 +9,8 @@ from mergepipe_pipeline.snapshots.commit import commit_snapshot
 from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.snapshots.leases import Need
 from mergepipe_pipeline.snapshots.marks import Marks
-from mergepipe_pipeline.snapshots.mirror import Mirror, mirror_at
+from mergepipe_pipeline.snapshots.mirror import Mirror, mirror_at, provenance_key
+from mergepipe_pipeline.snapshots.provenance_form import provenance_from
 from mergepipe_pipeline.snapshots.stage import PROVENANCE, stage_snapshot
 from mergepipe_pipeline.spec.outcome import StoredObject
 from mergepipe_pipeline.spec.snapshot import Manifest, Snapshot
@@ -50,7 +50,8 @@ def _pulled(
         progress.task(f"pull {manifest.snapshot_id[:12]}", total) as advance,
     ):
         sides = dict(mirror.side_files(manifest))
-        provenance = unseal(sides.pop(PROVENANCE), PROVENANCE)
+        where = mirror.bucket.where(provenance_key(manifest.snapshot_id))
+        provenance = provenance_from(sides.pop(PROVENANCE), manifest, where)
         for shard in missing:
             stored, path = made[shard.file], staging / shard.sha256
             if not mirror.fetch(stored, path, advance):

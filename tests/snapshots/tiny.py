@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mergepipe_pipeline.snapshots.commit import commit_snapshot
 from mergepipe_pipeline.snapshots.objects import ObjectStore
@@ -22,6 +23,24 @@ from mergepipe_pipeline.spec.snapshot import (
 from mergepipe_pipeline.storage import atomic
 from mergepipe_pipeline.storage.atomic import remove_tree
 from mergepipe_pipeline.storage.writer import ShardWriter
+
+#: What a provenance says at least.
+PROVENANCE: dict[str, Any] = {
+    "created": "2026-01-01T00:00:00+00:00",
+    "recipe": "merge_method: ties\n",
+    "recipe_name": "tiny",
+    "ref": "tiny",
+    "sources": [{"name": "b", "root": "/models/b", "checkpoint_id": "0" * 64}],
+    "estimates": {
+        "strategy": "full",
+        "budget_bytes": None,
+        "expert_bytes_total": 38,
+        "expert_bytes_planned": 38,
+        "error_bound": 0.0,
+        "update_norm": 1.0,
+    },
+    "realised": None,
+}
 
 
 class Crash(Exception):
@@ -109,9 +128,8 @@ class Store:
             ),
         )
         remove_tree(self.staging / str(run))
-        return stage_snapshot(
-            self.staging / str(run), manifest, self.objects, sides, {"run": run, "cost": 1}
-        )
+        told = {**PROVENANCE, "run": run, "cost": 1}
+        return stage_snapshot(self.staging / str(run), manifest, self.objects, sides, told)
 
     def commit(self, contents: tuple[int, ...], run: int = 0) -> Snapshot:
         """The whole way from numbers to a committed snapshot."""

@@ -123,3 +123,50 @@ def test_a_version_of_a_ref_that_names_no_snapshot_is_refused_by_name(
     result = CliRunner().invoke(main, words)
     assert result.exit_code == 19, result.output
     assert "refs/odd/00000001.json" in result.stderr
+
+
+def _told(**change: Any) -> Callable[[Value], None]:
+    return lambda provenance: provenance.update(change)
+
+
+ODD: dict[str, Callable[[Value], None]] = {
+    "nothing": lambda p: p.clear(),
+    "no time": lambda p: p.pop("created"),
+    "a time that is a number": _told(created=1),
+    "no name of a recipe": lambda p: p.pop("recipe_name"),
+    "a recipe that is a list": _told(recipe=["x"]),
+    "a ref that is a map": _told(ref={}),
+    "estimates that are a text": _told(estimates="x"),
+    "a bound of a huge number": lambda p: p["estimates"].update(error_bound=10**400),
+    "estimates without a bound": lambda p: p["estimates"].pop("error_bound"),
+    "estimates of texts": lambda p: p["estimates"].update(budget_bytes="x"),
+    "bytes beyond 64 bits": lambda p: p["estimates"].update(expert_bytes_total=1 << 70),
+    "a strategy that is a list": lambda p: p["estimates"].update(strategy=[]),
+    "what happened as a text": _told(realised="x"),
+    "seconds that are a text": _told(realised={"layers_s": "x"}),
+    "no inputs": _told(sources=[]),
+    "inputs of texts": _told(sources=["x"]),
+    "an input without a folder": lambda p: p["sources"][0].pop("root"),
+    "a request that is a text": _told(request="x"),
+    "selectors that are numbers": _told(request={"selected": [1]}),
+}
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_a_provenance_that_no_merge_wrote_is_refused_and_harms_no_list_of_snapshots(
+    published: Published, tmp_path: Path, what: str
+) -> None:
+    provenance = unseal(published.read("provenance.json"), "")
+    ODD[what](provenance)
+    folder = f"team/snapshots/{published.snapshot_id}"
+    obstore.put(published.store, f"{folder}/provenance.json", seal(provenance))
+    home = str(tmp_path / "there")
+    words = ["pull", published.snapshot_id, "--from", published.address, "--home", home]
+    result = CliRunner().invoke(main, words)
+    listings = (["ls"], ["sql", "select * from snapshots"], ["sql", "from snapshot_inputs"])
+    for listing in listings:
+        listed = CliRunner().invoke(main, [*listing, "--home", home])
+        assert listed.exit_code == 0, listed.output
+    assert result.exit_code == 19, result.output
+    assert f"{published.snapshot_id}/provenance.json" in result.stderr
+    assert list(Warehouse.at(tmp_path / "there").snapshots.iterdir()) == []
