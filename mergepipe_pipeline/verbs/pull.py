@@ -23,8 +23,9 @@ def pull(
     """Make a snapshot of the bucket one of the warehouse; objects that are here do not come again.
 
     `what` is a ref, `REF@VERSION`, an id or a unique prefix in the bucket, not here; `source` the
-    address of a bucket, by default MERGEPIPE_BUCKET. Nothing is published. Raises NotFoundError,
-    CorruptionError for what is damaged there, and RemoteError.
+    address of a bucket, by default MERGEPIPE_BUCKET; from another one, later merges reuse nothing.
+    Nothing is published. Raises NotFoundError, CorruptionError for what is damaged there, and
+    RemoteError.
     """
     mirror, progress = _mirror(warehouse, source), progress or Silent()
     snapshot_id = _snapshot_id(mirror, what)
@@ -63,7 +64,8 @@ def _pulled(
                     next_step="publish the snapshot again from a warehouse that has it",
                 )
             store.adopt(path, stored)
-        for shard in manifest.shards:
+        # Later merges believe what actions say: only the warehouse's own bucket may tell them.
+        for shard in manifest.shards if mirror == warehouse.mirror else ():
             for action_key, stored in mirror.actions(shard):
                 store.record(action_key, stored)
         staged = stage_snapshot(staging, manifest, store, sides, provenance)

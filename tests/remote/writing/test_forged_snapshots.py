@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.digest import digest_json, seal, unseal
 from mergepipe_pipeline.verbs.publish import publish
+from mergepipe_pipeline.verbs.pull import pull
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.remote.writing.watched_s3 import WatchedS3
 from tests.snapshots.tiny import Store
@@ -170,3 +171,18 @@ def test_a_provenance_that_no_merge_wrote_is_refused_and_harms_no_list_of_snapsh
     assert result.exit_code == 19, result.output
     assert f"{published.snapshot_id}/provenance.json" in result.stderr
     assert list(Warehouse.at(tmp_path / "there").snapshots.iterdir()) == []
+
+
+def test_actions_of_a_bucket_that_is_not_the_warehouses_own_are_not_taken(
+    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stranger, team = (Warehouse.at(tmp_path / name).ensure() for name in ("there", "team"))
+    keys = [shard["layer_key"] for shard in published.manifest()["shards"]]
+    pull(stranger, "live", published.address)
+    assert [stranger.objects.lookup(key) for key in keys] == [None, None]
+    assert (
+        CliRunner().invoke(main, ["verify", "--all", "--home", str(stranger.root)]).exit_code == 0
+    )
+    monkeypatch.setenv("MERGEPIPE_BUCKET", published.address)
+    pull(Warehouse.at(team.root), "live", published.address)
+    assert None not in [team.objects.lookup(key) for key in keys]
