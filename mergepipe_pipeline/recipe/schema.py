@@ -224,8 +224,8 @@ def _validated(value: Mapping[str, object], problems: Problems) -> RecipeYaml | 
     for error in errors:
         place = tuple(error["loc"])
         if error["type"] != "missing" or not _is_misspelt(place, error["input"], problems):
-            add = problems.ignore if error in unknown else problems.add
-            add(place, _sentence(error))
+            is_unknown = error["type"] == "extra_forbidden"
+            (problems.ignore if is_unknown else problems.add)(place, _sentence(error))
     if not problems.lenient or len(unknown) < len(errors):
         return None
     stripped = deepcopy(dict(value))
