@@ -148,6 +148,8 @@ ODD: dict[str, Callable[[Value], None]] = {
     "no inputs": _told(sources=[]),
     "inputs of texts": _told(sources=["x"]),
     "an input without a folder": lambda p: p["sources"][0].pop("root"),
+    "a verb that is a list": _told(made_by={"verb": [], "parameters": {}}),
+    "a verb without parameters": _told(made_by={"verb": "moe", "parameters": 1}),
     "a request that is a text": _told(request="x"),
     "selectors that are numbers": _told(request={"selected": [1]}),
 }

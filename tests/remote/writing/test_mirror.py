@@ -28,6 +28,7 @@ from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.snapshots import mirror as mirror_module
 from mergepipe_pipeline.snapshots.mirror import COLLECTING, Mirror, mirror_at, object_key
 from mergepipe_pipeline.spec.snapshot import Snapshot
+from mergepipe_pipeline.verbs.extract_lora import extract_lora
 from mergepipe_pipeline.verbs.publish import publish
 from mergepipe_pipeline.verbs.pull import pull
 from mergepipe_pipeline.warehouse import Warehouse
@@ -263,6 +264,18 @@ def test_what_one_warehouse_published_another_pulls_verifies_and_rolls_back_from
     assert _run(there, "pull", "live")[0]["snapshot_id"] == made[0].snapshot_id
     pulled = pull(warehouse("c"), made[1].snapshot_id[:8])
     assert Path(pulled.path).is_dir()
+
+
+def test_a_snapshot_that_no_recipe_made_is_pulled_like_others(
+    shared: Mirror, warehouse: Callable[[str], Warehouse], family: Path
+) -> None:
+    home, other = warehouse("a"), warehouse("b")
+    made = extract_lora(home, str(family / "expert_00"), str(family / "base"), rank=2)
+    publish(home, made.snapshot_id, "adapter")
+    assert pull(other, "adapter").snapshot_id == made.snapshot_id
+    assert _run(other, "verify", made.snapshot_id)[0]["snapshot_id"] == made.snapshot_id
+    (listed,) = _run(other, "ls")[0]["snapshots"]
+    assert listed["snapshot_id"] == made.snapshot_id
 
 
 @pytest.fixture
