@@ -6,6 +6,7 @@ The segments of a tensor have digests too, with which `input_segments` compares 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,13 +57,19 @@ def ensure_digests(
 def refuse_damaged_result(warehouse: Warehouse, checkpoint: Checkpoint) -> None:
     """Raise CorruptionError for a snapshot of the warehouse that is not what was merged.
 
-    Its manifest is all that knows it before it is read as an input for the first time.
+    Its manifest is all that knows it before it is read as an input for the first time, which may
+    be in several passes: a process checks it before the first of them.
     """
     folder = Path(checkpoint.root)
     if folder.parent != warehouse.snapshots:
         return
     if warehouse.catalog.digests(checkpoint.checkpoint_id) is None:
-        verify_snapshot(folder)
+        _check_once(folder, checkpoint.stamp)
+
+
+@cache
+def _check_once(folder: Path, stamp: str) -> None:
+    verify_snapshot(folder)
 
 
 def refuse_changed_tensors(

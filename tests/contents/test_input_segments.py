@@ -11,6 +11,7 @@ from typing import Literal
 
 import pytest
 
+from mergepipe_pipeline.contents import tensor_digests
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.engine.sources import SourcePool
 from mergepipe_pipeline.errors import CorruptionError
@@ -23,6 +24,7 @@ from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.read_batch import ReadBatch
 from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.warehouse import Warehouse
+from tests.family import write_adapter
 
 METHODS = {
     "ties": "{weight: 0.5, density: 0.5}",
@@ -256,3 +258,20 @@ def test_a_bit_that_turned_in_a_snapshot_before_it_was_ever_an_input_gets_into_n
     assert name in str(error.value)
     flip(root, name, 0.1)
     run(home, text)
+
+
+def test_a_snapshot_below_several_adapters_is_checked_once(
+    home: Warehouse, inputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Path(run(home, recipe(inputs, "linear", METHODS["linear"])).snapshot.path)
+    adapters = [write_adapter(inputs / f"a{n}", n) for n in (1, 2)]
+    checked: list[Path] = []
+
+    def check(folder: Path) -> None:
+        checked.append(folder)
+
+    monkeypatch.setattr(tensor_digests, "verify_snapshot", check)
+    models = "".join(f"- model: {root}+{adapter}\n" for adapter in adapters)
+    parameters = f"parameters: {METHODS['ties']}\n"
+    run(home, f"merge_method: ties\nbase_model: {root}\nmodels:\n{models}{parameters}")
+    assert checked == [root]
