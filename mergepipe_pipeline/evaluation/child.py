@@ -102,6 +102,15 @@ def run_child(
         return Ended(code, streams[process.stdout.fileno()].end, output.whole)
 
 
+def refuse_abandoned(stop: int | None) -> None:
+    """Raise AbandonedError if the descriptor `stop` can be read."""
+    if stop is not None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(stop, selectors.EVENT_READ)
+            if selector.select(0):
+                raise AbandonedError
+
+
 @contextmanager
 def _started(
     command: Sequence[str], folder: Path, environment: Mapping[str, str]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mergepipe_pipeline.digest import sha256_hex
 from mergepipe_pipeline.errors import EvaluationError
-from mergepipe_pipeline.evaluation.child import Ended, run_child
+from mergepipe_pipeline.evaluation.child import Ended, refuse_abandoned, run_child
 from mergepipe_pipeline.evaluation.identity import command_of, environment_of, evaluator_id
 from mergepipe_pipeline.evaluation.metrics import NoMetricsError, metrics_of
 from mergepipe_pipeline.evaluation.store import keep, kept
@@ -46,7 +46,7 @@ def evaluate(
         return evaluation
     command = [*command_of(evaluator, folder), snapshot.path]
     with warehouse.leases.hold(Need(snapshot_ids=frozenset([snapshot.snapshot_id])), "evaluate"):
-        verify_snapshot(Path(snapshot.path))
+        verify_snapshot(Path(snapshot.path), lambda _: refuse_abandoned(stop))
         metrics, log, seconds = _tries(
             warehouse, snapshot, evaluator, folder, digest, command, stop
         )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from mergepipe_pipeline.errors import CorruptionError, EvaluationError
+from mergepipe_pipeline.evaluation.child import AbandonedError
 from mergepipe_pipeline.evaluation.run import evaluate
 from mergepipe_pipeline.evaluation.store import evaluations_of
 from mergepipe_pipeline.spec.evaluation import Evaluator, Perplexity
@@ -179,3 +181,15 @@ def test_nothing_is_measured_of_a_snapshot_in_which_a_bit_turned(
     assert (calls(folder), evaluations_of(home, snapshot.snapshot_id)) == (0, ())
     flip(Path(snapshot.path), name, 0.5)
     assert evaluate(home, snapshot, SCRIPT, folder).metrics == {"files": 5}
+
+
+def test_an_evaluation_that_nobody_wants_any_more_ends_before_all_is_checked(
+    home: Warehouse, snapshot: Snapshot, folder: Path, script: Write
+) -> None:
+    script(COUNTS)
+    flip(Path(snapshot.path), snapshot.manifest.shards[0].tensors[0][0], 0.5)
+    stop, writing = os.pipe()
+    os.close(writing)
+    with pytest.raises(AbandonedError):
+        evaluate(home, snapshot, SCRIPT, folder, stop=stop)
+    os.close(stop)
