@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import threading
 from dataclasses import asdict, dataclass
+from http.client import HTTPException
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
@@ -81,6 +82,6 @@ def _post(url: str, failure: RunFailure) -> str | None:
         request = Request(url, body, {"Content-Type": "application/json"}, method="POST")
         with urlopen(request, timeout=_TIMEOUT_S):
             return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:
         status = getattr(error, "code", None)
         return f"the webhook answered {status}" if status else f"no answer: {type(error).__name__}"

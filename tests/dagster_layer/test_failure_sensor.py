@@ -128,6 +128,23 @@ def test_a_webhook_that_answers_bit_by_bit_is_given_up_after_its_time_in_all(
         thread.join()
 
 
+def test_a_webhook_that_is_no_web_server_is_told_so_and_not_that_it_is_slow() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=_greet, args=(server,), daemon=True)
+        thread.start()
+        told = post(f"http://127.0.0.1:{server.getsockname()[1]}/", FAILURE)
+        thread.join()
+    assert told == "no answer: BadStatusLine"
+    assert post("http://127.0.0.1/a secret", FAILURE) == "no answer: InvalidURL"
+
+
+def _greet(server: socket.socket) -> None:
+    """Answer one who connects as a server of another protocol does."""
+    with server.accept()[0] as connection:
+        connection.recv(1 << 16)
+        connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+
 def _drip(server: socket.socket) -> None:
     """Answer one who connects with a byte at a time, for 4 s: never later than a timeout allows."""
     with server.accept()[0] as connection, suppress(OSError):
