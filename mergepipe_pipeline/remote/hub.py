@@ -94,6 +94,14 @@ class HubSite:
             )
         except errors.OfflineModeIsEnabled as error:
             raise _offline(where) from error
+        except errors.HFValidationError as error:
+            raise RemoteError(
+                "An address cannot be read",
+                where=where,
+                expected="a name that the hub gives to models",
+                found=first_line(error),
+                next_step="correct the address",
+            ) from error
         except (errors.GatedRepoError, errors.RepositoryNotFoundError) as error:
             raise _refused(where, error) from error
         except errors.RevisionNotFoundError as error:

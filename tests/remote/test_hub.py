@@ -215,3 +215,10 @@ def test_a_busy_hub_is_given_the_time_that_it_asks_for(
     started = time.monotonic()
     locate_checkpoint(home, "org/base")
     assert time.monotonic() - started >= 1
+
+
+@pytest.mark.parametrize("name", ["org/model.git", "org/a..b", "a--b/model"])
+def test_a_name_that_the_hub_never_gives_is_told_as_such(home: Warehouse, name: str) -> None:
+    with pytest.raises(RemoteError, match="An address cannot be read") as error:
+        locate_checkpoint(home, f"hf://{name}")
+    assert "HF_ENDPOINT" not in str(error.value)
