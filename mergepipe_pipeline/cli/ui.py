@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -57,8 +59,8 @@ def _refuse_unusable(host: str, port: int) -> None:
     Whoever has it may show another warehouse there.
     """
     try:
-        family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        socket.create_server(place, family=family).close()
+        for family, *_, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            _bind(family, place)
     except OSError as error:
         raise MergePipeError(
             "The UI cannot be served at this address",
@@ -67,3 +69,12 @@ def _refuse_unusable(host: str, port: int) -> None:
             next_step="end what serves there, which may be a UI of this warehouse or of another, "
             "or give another address: --port 3001",
         ) from error
+
+
+def _bind(family: int, place: tuple[Any, ...]) -> None:
+    """Listen and let go. Raises OSError; a family that the system has not is passed over."""
+    try:
+        socket.create_server(place, family=family).close()
+    except OSError as error:
+        if error.errno != errno.EAFNOSUPPORT:
+            raise

@@ -30,6 +30,23 @@ def test_an_occupied_port_is_said_before_anything_is_made_or_started(tmp_path: P
     assert not home.exists()
 
 
+def test_a_name_with_two_addresses_of_which_one_is_occupied_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("dagster_webserver")
+    started: list[object] = []
+    monkeypatch.setattr(os, "execve", lambda *words: started.append(words))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        places = [(socket.AF_INET, place) for place in (("127.0.0.2", port), ("127.0.0.1", port))]
+        found = [(family, socket.SOCK_STREAM, 6, "", place) for family, place in places]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        words = ["--home", str(tmp_path / "w"), "ui", "--host", "two", "--port", str(port)]
+        done = CliRunner().invoke(main, words)
+    assert (done.exit_code, started) == (10, [])
+    assert "Address already in use" in done.stderr
+
+
 def test_the_settings_are_those_of_the_instance_that_the_environment_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
