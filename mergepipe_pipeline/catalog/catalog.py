@@ -78,11 +78,17 @@ class Catalog(Analyses):
         self._folder, self.roots = folder, roots or Roots({})
 
     def register(
-        self, checkpoint: Checkpoint, base: str | None, *, is_meant: bool = False
+        self,
+        checkpoint: Checkpoint,
+        base: str | None,
+        *,
+        is_meant: bool = False,
+        by_link: bool | None = None,
     ) -> Registration:
         """Make `checkpoint` the current version of its name; an equal one adds no version.
 
         If it `is_meant` to be as it is, files beside the weights that are gone are not missed.
+        `by_link`: whether it came by a link of the inbox; None for what is known of this place.
         Raises MergePipeError for a name that cannot be one.
         """
         if not NAME.fullmatch(checkpoint.name):
@@ -95,7 +101,11 @@ class Catalog(Analyses):
             )
         chain = self._chain(checkpoint.name)
         root = self.roots.recorded(checkpoint.root)
-        value = {"checkpoint_id": checkpoint.checkpoint_id, "root": root, "base": base}
+        value: dict[str, Any] = {
+            "checkpoint_id": checkpoint.checkpoint_id,
+            "root": root,
+            "base": base,
+        }
         current = None
         with suppress(CorruptionError):  # the next version gets past a damaged one
             current = chain.current()
@@ -103,6 +113,10 @@ class Catalog(Analyses):
             value["base"] = current[1]["base"]
         if current and checkpoint.is_away:  # its name still means the place that it left
             value["root"] = current[1]["root"]
+        if by_link is None and current and current[1]["root"] == value["root"]:
+            by_link = current[1].get("by_link")
+        if by_link:  # else there is no such key, as in earlier versions
+            value["by_link"] = True
         records = find_sealed(self._folder / CHECKPOINTS, checkpoint.checkpoint_id)
         if not any(read_facts(path, len) for path in records):
             self._put_checkpoint(checkpoint)
@@ -144,6 +158,10 @@ class Catalog(Analyses):
     def root(self, name: str) -> str:
         """Folder or address of a name's current version. Raises NotFoundError."""
         return self.roots.here(str(self._current(name)[1]["root"]))
+
+    def came_by_link(self, name: str) -> bool:
+        """Whether a name's current version came by a link of the inbox. Raises NotFoundError."""
+        return bool(self._current(name)[1].get("by_link"))
 
     def digested(self) -> frozenset[str]:
         """The ids of checkpoints whose digests are there, damaged or not; reads none."""

@@ -196,11 +196,24 @@ def has_left(warehouse: Warehouse, name: str, root: str) -> bool:
     False where nobody can know: for an address, and in an empty or missing folder, as of a disk
     that is not mounted.
     """
-    places = (warehouse.inbox / name, Path(root))
-    if "://" in root or any(p.exists() for p in places):
+    if "://" in root or (warehouse.inbox / name).exists():
         return False
-    is_known = places[1].parent.is_dir() and any(places[1].parent.iterdir())
+    place = place_to_lie(warehouse, name, root)
+    if place.exists():
+        return False
+    is_known = place.parent.is_dir() and any(place.parent.iterdir())
     return is_known and root not in warehouse.replaced.roots_away()
+
+
+def place_to_lie(warehouse: Warehouse, name: str, root: str) -> Path:
+    """Where a registered name, of which the inbox has no files, has to lie lest it be gone.
+
+    At its root; what came by a link of the inbox goes with the link, wherever that led. A link
+    that leads to nothing is still there: what it leads to may be on a disk that is not mounted.
+    """
+    link = warehouse.inbox / name
+    is_withdrawn = warehouse.catalog.came_by_link(name) and not os.path.lexists(link)
+    return link if is_withdrawn else Path(root)
 
 
 def _moved(warehouse: Warehouse, text: str, relative_to: Path | None) -> Checkpoint | None:

@@ -41,4 +41,6 @@ def register(
             next_step=f"check the path, or write hf://{path} for a model of the Hugging Face hub",
         )
     chosen = name or free_name(catalog, root, {})
-    return catalog.register(open_checkpoint(str(root), chosen), base, is_meant=True)
+    by_link = Path(path) == warehouse.inbox / chosen and Path(path).is_symlink()
+    checkpoint = open_checkpoint(str(root), chosen)
+    return catalog.register(checkpoint, base, is_meant=True, by_link=by_link)
