@@ -43,7 +43,7 @@ def publish(home: Warehouse, base: Checkpoint, expert: Checkpoint, plan_id: str)
         "ties",
         tuple(LineageEntry(role, c.name, c.checkpoint_id) for role, c in inputs),
         (),
-        (ShardEntry("f", "l", "k", "0" * 64, 7, ()),),
+        (ShardEntry("f", "l", "1" * 64, "0" * 64, 7, ()),),
         (),
     )
     folder = home.snapshots / manifest.snapshot_id
