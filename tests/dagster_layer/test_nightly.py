@@ -38,14 +38,20 @@ def sleep_through(daemon: Daemon, schedule: str, cron: str, seconds: float) -> I
         )
 
 
-def test_a_night_that_passed_without_a_daemon_is_merged_when_one_starts(
-    home: Warehouse, drop: Drop
-) -> None:
+def daemon_of_indexed(home: Warehouse, drop: Drop) -> Daemon:
+    """A daemon that does not run yet, over a warehouse whose base and expert are indexed."""
     daemon = Daemon(home)
     for name in ("base", "expert_00"):
         drop(name)
     with daemon.instance as instance:
         Ticker(home, instance).tick()
+    return daemon
+
+
+def test_a_night_that_passed_without_a_daemon_is_merged_when_one_starts(
+    home: Warehouse, drop: Drop
+) -> None:
+    daemon = daemon_of_indexed(home, drop)
     recipe = sum_of("base", "expert_00")
     cron = f"{time.gmtime(time.time() - 60).tm_min} * * * *"  # once, while no daemon ran
     home.recipe_path("n").write_text(f"{recipe}trigger: nightly\nschedule: '{cron}'\n")
@@ -70,11 +76,7 @@ def test_a_night_that_passed_without_a_daemon_is_merged_when_one_starts(
 def test_a_night_in_whose_minute_the_warehouse_cannot_be_used_is_merged_once_it_can(
     home: Warehouse, drop: Drop
 ) -> None:
-    daemon = Daemon(home)
-    for name in ("base", "expert_00"):
-        drop(name)
-    with daemon.instance as instance:
-        Ticker(home, instance).tick()
+    daemon = daemon_of_indexed(home, drop)
     cron = f"{time.gmtime(time.time() - 60).tm_min} * * * *"
     text = f"{sum_of('base', 'expert_00')}trigger: nightly\nschedule: '{cron}'\n"
     home.recipe_path("n").write_text(text)
