@@ -80,7 +80,7 @@ def pass_inputs(
     """
     for model in models:
         for checkpoint in model.checkpoints:
-            refuse_damaged_result(warehouse, checkpoint)
+            refuse_damaged_result(warehouse, checkpoint, progress)
         in_parts = [v for v in model.views.values() if not v.whole]
         for number in sorted({p.source for view in in_parts for p in _parts(view)}):
             ensure_digests(warehouse, model.checkpoints[number], progress)

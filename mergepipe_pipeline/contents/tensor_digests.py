@@ -6,7 +6,6 @@ The segments of a tensor have digests too, with which `input_segments` compares 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,11 +14,15 @@ from mergepipe_pipeline.catalog.segment_files import SegmentFiles, put_segments
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.progress import Progress, Silent
-from mergepipe_pipeline.snapshots.checks import verify_snapshot
+from mergepipe_pipeline.snapshots.checks import verify_with_progress
+from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.segments import COARSE_ELEMS, Segments, levels_for
 from mergepipe_pipeline.warehouse import Warehouse
+
+#: Root and stamp of the snapshots that this process has checked.
+_CHECKED = set[tuple[str, str]]()
 
 
 class Known(NamedTuple):
@@ -44,7 +47,7 @@ def ensure_digests(
     files = SegmentFiles(warehouse.catalog_dir, checkpoint.checkpoint_id, COARSE_ELEMS)
     unread = {t.name for t in checkpoint.tensors if t.name not in files}
     if unread:
-        refuse_damaged_result(warehouse, checkpoint)
+        refuse_damaged_result(warehouse, checkpoint, progress)
     taken = _take(warehouse, checkpoint, unread, progress) if unread else {}
     digests = {
         t.name: taken.get(t.name) or Segments(COARSE_ELEMS, files[t.name]).content
@@ -54,22 +57,20 @@ def ensure_digests(
     return digests
 
 
-def refuse_damaged_result(warehouse: Warehouse, checkpoint: Checkpoint) -> None:
+def refuse_damaged_result(
+    warehouse: Warehouse, checkpoint: Checkpoint, progress: Progress | None = None
+) -> None:
     """Raise CorruptionError for a snapshot of the warehouse that is not what was merged.
 
     Its manifest is all that knows it before it is read as an input for the first time, which may
     be in several passes: a process checks it before the first of them.
     """
-    folder = Path(checkpoint.root)
-    if folder.parent != warehouse.snapshots:
+    folder, checked = Path(checkpoint.root), (checkpoint.root, checkpoint.stamp)
+    if folder.parent != warehouse.snapshots or checked in _CHECKED:
         return
     if warehouse.catalog.digests(checkpoint.checkpoint_id) is None:
-        _check_once(folder, checkpoint.stamp)
-
-
-@cache
-def _check_once(folder: Path, stamp: str) -> None:
-    verify_snapshot(folder)
+        verify_with_progress(load_snapshot(warehouse.snapshots, folder.name), progress)
+        _CHECKED.add(checked)
 
 
 def refuse_changed_tensors(
@@ -78,19 +79,12 @@ def refuse_changed_tensors(
     """Read all of a checkpoint. Raises CorruptionError for a tensor that is not what is known."""
     from mergepipe_pipeline.analysis.digests import digest_checkpoint
 
-    known = ensure_digests(warehouse, checkpoint, progress)
+    ensure_digests(warehouse, checkpoint, progress)
     with (progress or Silent()).task(f"verify {checkpoint.name}", checkpoint.nbytes) as advance:
         taken = digest_checkpoint(checkpoint, advance)
+    contents, identified = Contents(warehouse), Known(checkpoint.checkpoint_id, checkpoint)
     for name, (segments,) in taken.items():
-        if segments.content != known[name]:
-            raise CorruptionError(
-                "An input's bytes are not those that were analysed, though size and time are",
-                where=f"{checkpoint.root}, {checkpoint.by_name[name].file}, tensor {name}",
-                expected=f"blake3 {known[name][:16]}",
-                found=f"blake3 {segments.content[:16]}",
-                next_step="copy the file again from where it came; if these bytes are meant, "
-                "`touch` it and register it again",
-            )
+        contents.refuse_changed(identified, name, segments.content)
 
 
 def content_of(catalog: Catalog, checkpoint: Checkpoint) -> str:

@@ -24,7 +24,7 @@ from mergepipe_pipeline.deploy.retry import MOST_ATTEMPTS, left_s, pause_s
 from mergepipe_pipeline.deploy.stamps import Stamp, stamps_of, token_of
 from mergepipe_pipeline.digest import seal, unseal
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
-from mergepipe_pipeline.resolution.locate import place_to_lie
+from mergepipe_pipeline.resolution.locate import expected_place
 from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.storage.locks import locked
 from mergepipe_pipeline.warehouse import Warehouse
@@ -133,7 +133,7 @@ def place_of(warehouse: Warehouse, catalog: Catalog, name: str) -> Path | None:
     root = catalog.root(name) if name in catalog else ""
     if not root or "://" in root:
         return None
-    place = place_to_lie(warehouse, name, root)
+    place = expected_place(warehouse, name, root)
     return place if os.path.exists(place) else None
 
 

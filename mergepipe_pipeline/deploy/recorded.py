@@ -19,7 +19,7 @@ from mergepipe_pipeline.deploy.stamps import stamps_of
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import CheckpointError, InputChangedError, MergePipeError
 from mergepipe_pipeline.remote.address import is_address
-from mergepipe_pipeline.resolution.locate import place_to_lie
+from mergepipe_pipeline.resolution.locate import expected_place
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.storage.roots import why_unmounted
 from mergepipe_pipeline.warehouse import Warehouse
@@ -53,7 +53,7 @@ def _reason(warehouse: Warehouse, catalog: Catalog, name: str) -> str | None:
     if name not in catalog:
         return f"{name} is not indexed yet"
     if _is_gone(warehouse, catalog, name):
-        place = place_to_lie(warehouse, name, catalog.root(name))
+        place = expected_place(warehouse, name, catalog.root(name))
         return f"{name} is gone: nothing lies at {place}"
     unmounted = why_unmounted(catalog.root(name))
     if unmounted:

@@ -66,7 +66,7 @@ def module_of(name: str, tensors: Collection[str]) -> Belongs | None:
     return belongs if any(belongs(tensor) for tensor in tensors) else None
 
 
-def apart(modules: Mapping[str, Belongs]) -> dict[str, Belongs]:
+def disjoint(modules: Mapping[str, Belongs]) -> dict[str, Belongs]:
     """The modules of one recipe by name: `default` and the text side without what others have."""
     rests = {name for name in modules if _ALIASES.get(name, name) in (_TEXT, _ALL)}
     own = [belongs for name, belongs in modules.items() if name not in rests]

@@ -70,9 +70,12 @@ class ParsedRecipe:
                 yield module, part
 
     @property
-    def apart(self) -> frozenset[int]:
-        """The references that some slice merges on another base, or on other layers of it."""
-        return frozenset[int]().union(*(part.apart_from(self.base) for _, part in self.slices()))
+    def not_aligned(self) -> frozenset[int]:
+        """The references that some slice merges on another base than the recipe's, or on other
+        layers of it.
+        """
+        parts = (part.not_aligned_with(self.base) for _, part in self.slices())
+        return frozenset[int]().union(*parts)
 
     def entries(self) -> Iterator[Entry]:
         """Every listed model of every slice, in recipe order."""

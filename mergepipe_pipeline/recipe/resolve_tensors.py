@@ -17,7 +17,7 @@ from mergepipe_pipeline.recipe.checks import (
     find_method,
 )
 from mergepipe_pipeline.recipe.model_tensors import Table, Tables
-from mergepipe_pipeline.recipe.modules import Belongs, apart, first_parts, module_of
+from mergepipe_pipeline.recipe.modules import Belongs, disjoint, first_parts, module_of
 from mergepipe_pipeline.recipe.outputs import Output, Outputs, SourceTensor, all_names
 from mergepipe_pipeline.recipe.parsed import ParsedRecipe
 from mergepipe_pipeline.recipe.patterns import check_budget_options
@@ -202,7 +202,7 @@ class _Resolver:
                 f"no tensor belongs to this module; names begin with "
                 f"{', '.join(first_parts(names))}",
             )
-        return apart(parts)
+        return disjoint(parts)
 
     def _places(self) -> dict[int, KeyPath]:
         places: dict[int, KeyPath] = {}

@@ -66,14 +66,15 @@ class Slice:
         """The entries that are merged: without the base, unless it `base_takes_part`."""
         return tuple(e for e in self.entries if base_takes_part or e.model != self.base)
 
-    def apart_from(self, base: int | None) -> frozenset[int]:
-        """The models that do not lie here on the model `base`, or on other layers of it."""
+    def not_aligned_with(self, base: int | None) -> frozenset[int]:
+        """The models that are merged here on another base, or on other layers than their own."""
         starts = {e.model: e.layers[0] for e in self.entries if e.layers is not None}
-        below = starts.get(base, next(iter(starts.values()), 0)) if base is not None else 0
+        first = next(iter(starts.values()), 0)
+        base_start = 0 if base is None else starts.get(base, first)
         return frozenset(
             e.model
             for e in self.entries
-            if self.base != base or starts.get(e.model, below) != below
+            if self.base != base or starts.get(e.model, base_start) != base_start
         )
 
 

@@ -41,13 +41,13 @@ def push_to_bucket(
     """
     claim, *others = files
     there = {e.key: e for e in bucket.entries() if not e.key.startswith(f"{beside}/")}
-    found = {f.name: bucket.find(f.name) for f in files if f.name in there}
-    missing = [f for f in files if not _is_same(found.get(f.name), f)]
-    removed = _in_the_way(there, found, files, missing, {*first_opened, claim.name})
+    older = {f.name: bucket.find(f.name) for f in files if f.name in there}
+    missing = [f for f in files if not _is_same(older.get(f.name), f)]
+    removed = _in_the_way(there, older, files, missing, {*first_opened, claim.name})
     if removed and not replace:
         raise _taken(bucket, removed)
-    shown = _shown(first_opened, claim, missing)
-    missing = [f for f in files if f in missing or f.name in shown]
+    late = _put_last(first_opened, claim, missing)
+    missing = [f for f in files if f in missing or f.name in late]
     pushed = Pushed(
         bucket.address.text,
         len(files),
@@ -62,7 +62,7 @@ def push_to_bucket(
     if claim in missing:
         _claim(bucket, claim, there.get(claim.name))
         advance(claim.nbytes)
-    hidden = [name for name in there if name in shown]
+    hidden = [name for name in there if name in late]
     bucket.remove([*hidden, *(n for n in removed if n not in {*hidden, claim.name})])
     etags = {f.name: _put(bucket, f, advance) for f in others if f in missing}
     _refuse_other(bucket, files, etags)
@@ -72,27 +72,28 @@ def push_to_bucket(
 
 def _in_the_way(
     there: Collection[str],
-    found: Mapping[str, Entry | None],
+    older: Mapping[str, Entry | None],
     files: Sequence[OutgoingFile],
     missing: Sequence[OutgoingFile],
-    told_by: Collection[str],
+    known_by: Collection[str],
 ) -> list[str]:
     """What is there of another origin: files of other names, those of these names that no push put,
     and those by which another model is known.
     """
     names = {f.name for f in files}
-    own = {name for name, entry in found.items() if entry and entry.sha256 and name not in told_by}
-    changed = (f.name for f in missing if f.name in there and f.name not in own)
+    pushed = {name for name, entry in older.items() if entry and entry.sha256}
+    may_change = pushed.difference(known_by)
+    changed = (f.name for f in missing if f.name in there and f.name not in may_change)
     return [*(name for name in there if name not in names), *changed]
 
 
-def _shown(
+def _put_last(
     first_opened: Collection[str], claim: OutgoingFile, missing: Sequence[OutgoingFile]
 ) -> set[str]:
-    """What readers must not find until the push has ended; nothing if they may open what is there.
+    """The files that readers must not find until the push has ended; none if no shard is sent.
 
-    Another model may have the same config and index: with shards of both, it could be opened. What
-    is made for the push, such as the card, only tells of a model.
+    Another model may have the same config and index: readers would open them with shards of both.
+    What is made for the push, such as the card, only describes a model.
     """
     is_partial = any(isinstance(f.content, Path) for f in missing)
     return {*first_opened} - {claim.name} if is_partial else set()

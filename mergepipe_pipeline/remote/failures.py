@@ -46,10 +46,10 @@ def failures_named(where: str) -> Iterator[None]:
 
 def said(error: BaseException) -> str:
     """What a server or a client says, in a line."""
-    text, told = str(error), getattr(error, "server_message", None)  # of the hub's client
-    if told:
+    text, reason = str(error), getattr(error, "server_message", None)  # of the hub's client
+    if reason:
         line = first_line(error)
-        return line if told in line else f"{line} {' '.join(told.split())}"[:_LONGEST]
+        return line if reason in line else f"{line} {' '.join(reason.split())}"[:_LONGEST]
     status, code = _STATUS.search(text), _CODE.search(text)
     parts = [status["status"].strip()] if status else []
     parts += [": ".join(filter(None, (code["code"], code["message"])))] if code else []

@@ -59,7 +59,7 @@ class HubSite:
             digest = s.lfs.sha256 if s.lfs else s.blob_id
             size = s.lfs.size if s.lfs else s.size
             if digest is None or size is None or size < 0:
-                raise _untold(where, s.rfilename)
+                raise _no_size(where, s.rfilename)
             files[s.rfilename] = RemoteFile(s.rfilename, size, digest, content=digest)
         root = Address(self._address.scheme, self._address.place, info.sha).text
         METER.count(root, Traffic(requests=1))
@@ -199,18 +199,18 @@ def _offline(where: str) -> RemoteError:
 
 
 def _refused(where: str, error: Exception) -> RemoteError:
-    told = getattr(error, "server_message", None)
+    reason = getattr(error, "server_message", None)
     return RemoteError(
         "The hub gives no such model to this user",
         where=where,
         expected="a public model, or one that the token may read",
-        found=first_line(error) + (f" {told}" if told else ""),
+        found=first_line(error) + (f" {reason}" if reason else ""),
         next_step="check the spelling, and the token: HF_TOKEN if it is set, else log in with "
         "`hf auth login`",
     )
 
 
-def _untold(where: str, name: str) -> RemoteError:
+def _no_size(where: str, name: str) -> RemoteError:
     return RemoteError(
         f"The hub does not tell the size and digest of {name}",
         where=where,

@@ -198,18 +198,18 @@ def has_left(warehouse: Warehouse, name: str, root: str) -> bool:
     """
     if "://" in root or (warehouse.inbox / name).exists():
         return False
-    place = place_to_lie(warehouse, name, root)
+    place = expected_place(warehouse, name, root)
     if place.exists():
         return False
     is_known = place.parent.is_dir() and any(place.parent.iterdir())
     return is_known and root not in warehouse.replaced.roots_away()
 
 
-def place_to_lie(warehouse: Warehouse, name: str, root: str) -> Path:
-    """Where a registered name, of which the inbox has no files, has to lie lest it be gone.
+def expected_place(warehouse: Warehouse, name: str, root: str) -> Path:
+    """The place whose absence means that a registered name is gone; the inbox has no files of it.
 
-    At its root; what came by a link of the inbox goes with the link, wherever that led. A link
-    that leads to nothing is still there: what it leads to may be on a disk that is not mounted.
+    It is the name's root, or the link in the inbox by which it came, once that is removed. A link
+    that leads to nothing is still there: its target may be on a disk that is not mounted.
     """
     link = warehouse.inbox / name
     is_withdrawn = warehouse.catalog.came_by_link(name) and not os.path.lexists(link)

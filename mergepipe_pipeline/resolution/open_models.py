@@ -51,13 +51,13 @@ def open_models(
     pending: Pending,
     problems: list[MergePipeError],
     placed: Placed = lambda error, ref: error,
-    apart: Collection[int] = (),
+    not_aligned: Collection[int] = (),
 ) -> list[Model]:
     """A model per reference, the base's number being `base`; empty if there are problems.
 
-    BASE+ADAPTER is what the adapter changes of the base, but whole where its number is among
-    `apart`, since there it does not lie on the base's own tensors. Adds one problem per reference
-    that cannot be opened, as `placed` gives it.
+    BASE+ADAPTER is opened as the adapter's change of the base, but as a whole model if its number
+    is `not_aligned`: a slice then merges it on other tensors than the base's own. Adds one problem
+    per reference that cannot be opened, as `placed` gives it.
     """
     opener = _Opener(warehouse, relative_to, pending)
     opened: list[tuple[Checkpoint, ...] | None] = []
@@ -77,10 +77,12 @@ def open_models(
         problems.append(error)
         return []
     for number, checkpoints in enumerate(groups):
-        below = None if number in apart and len(checkpoints) > 1 else base_model
+        is_whole = number in not_aligned and len(checkpoints) > 1
         try:
             models.append(
-                base_model if base_model and number == base else _model(checkpoints, below)
+                base_model
+                if base_model and number == base
+                else _model(checkpoints, None if is_whole else base_model)
             )
         except MergePipeError as error:
             problems.append(error)

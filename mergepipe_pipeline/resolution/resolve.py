@@ -257,7 +257,7 @@ def open_stage(
         pending,
         problems,
         partial(placed_in, parsed),
-        parsed.apart,
+        parsed.not_aligned,
     )
     if problems:
         raise several(problems, parsed)

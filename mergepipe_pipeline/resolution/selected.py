@@ -20,7 +20,7 @@ from mergepipe_pipeline.recipe.problems import shown, suggest
 from mergepipe_pipeline.recipe.references import UnreadableReference, parse_reference
 from mergepipe_pipeline.recipe.selectors import NothingSelectedError, excluded, fits
 from mergepipe_pipeline.recipe.yaml_text import MAX_NBYTES, read_documents
-from mergepipe_pipeline.resolution.locate import expanded, has_left, place_to_lie
+from mergepipe_pipeline.resolution.locate import expanded, expected_place, has_left
 from mergepipe_pipeline.snapshots.find import read_manifest
 from mergepipe_pipeline.spec.selector import Selected, Selector
 from mergepipe_pipeline.spec.snapshot import MANIFEST
@@ -117,7 +117,7 @@ class Registered:
         if expert.name in self._bases:
             return f"it is the base of {self._bases[expert.name]}"
         if has_left(self._warehouse, expert.name, expert.root):
-            place = place_to_lie(self._warehouse, expert.name, expert.root)
+            place = expected_place(self._warehouse, expert.name, expert.root)
             return f"it is gone: nothing lies at {place}"
         kept_out = quarantine_of(self._warehouse, expert.name)
         if kept_out is not None:

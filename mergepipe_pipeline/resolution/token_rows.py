@@ -69,12 +69,12 @@ def with_own_matrices(recipe: Recipe, models: list[Model]) -> tuple[Recipe, list
     if recipe.tokenizer is None:
         return recipe, models
     separated = list(models)
-    #: Of each matrix the tensors that it is merged with, once for each output that it goes to.
+    # Of each matrix the tensors that it is merged with, once for each output that it goes to.
     uses: dict[tuple[int, str], list[dict[int, str]]] = {}
     for t in recipe.tensors:
-        for site in dict.fromkeys(_sites(t)) if embedding_like(t.name) else ():
-            uses.setdefault(site, []).append(dict(_sites(t)))
-    shared = {site for site, (first, *more) in uses.items() if any(m != first for m in more)}
+        for matrix in dict.fromkeys(_matrices(t)) if embedding_like(t.name) else ():
+            uses.setdefault(matrix, []).append(dict(_matrices(t)))
+    shared = {m for m, (first, *more) in uses.items() if any(use != first for use in more)}
 
     def own(m: int, name: str, output: str) -> str:
         if (m, name) not in shared or output in models[m].views:
@@ -91,10 +91,10 @@ def with_own_matrices(recipe: Recipe, models: list[Model]) -> tuple[Recipe, list
     return replace(recipe, tensors=tuple(map(separate, recipe.tensors))), separated
 
 
-def _sites(t: TensorRecipe) -> list[tuple[int, str]]:
-    """The models that an output is made of, each with its tensor; the base comes last."""
-    sites = [(i.model, i.tensor) for i in t.inputs]
-    return sites + ([(t.base.model, t.base.tensor)] if t.base else [])
+def _matrices(t: TensorRecipe) -> list[tuple[int, str]]:
+    """(model, tensor) of all that an output is made of; the base's comes last."""
+    matrices = [(i.model, i.tensor) for i in t.inputs]
+    return matrices + ([(t.base.model, t.base.tensor)] if t.base else [])
 
 
 class Reindexer:
@@ -121,11 +121,11 @@ class Reindexer:
         for t in self._recipe.tensors:
             if not embedding_like(t.name):
                 continue
-            sites = _sites(t)
-            among = list(dict.fromkeys(m for m, _ in sites))
+            matrices = _matrices(t)
+            among = list(dict.fromkeys(m for m, _ in matrices))
             rows = dict(zip(among, self._build.rows_among(among), strict=True))
-            names = dict(sites)
-            for m, name in sites:
+            names = dict(matrices)
+            for m, name in matrices:
                 if (m, name) not in reindexed:
                     reindexed.add((m, name))
                     self._replace(m, name, rows[m], names)

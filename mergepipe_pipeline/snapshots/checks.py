@@ -8,10 +8,11 @@ from pathlib import Path
 
 from mergepipe_pipeline.digest import new_hash, sha256_hex, unseal
 from mergepipe_pipeline.errors import CheckpointError, CorruptionError
+from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.snapshots.find import read_manifest
 from mergepipe_pipeline.snapshots.model_folder import CARD, MEASURED, RECIPE_FILE
 from mergepipe_pipeline.snapshots.stage import PROVENANCE
-from mergepipe_pipeline.spec.snapshot import MANIFEST, ShardEntry
+from mergepipe_pipeline.spec.snapshot import MANIFEST, ShardEntry, Snapshot
 from mergepipe_pipeline.storage.header import LENGTH_NBYTES, header_nbytes, parse_header
 
 _CHUNK_NBYTES = 1 << 22
@@ -76,6 +77,15 @@ def verify_snapshot(
             verify_shard(folder / shard.file, shard, progress)
         nbytes += shard.nbytes
     return Verification(manifest.snapshot_id, len(names - added.keys()), nbytes)
+
+
+def verify_with_progress(
+    snapshot: Snapshot, progress: Progress | None, *, is_copy: bool = False
+) -> Verification:
+    """As `verify_snapshot`, with a task of the progress that counts the bytes of shards."""
+    total = sum(s.nbytes for s in snapshot.manifest.shards)
+    with (progress or Silent()).task(f"verify {snapshot.snapshot_id[:12]}", total) as advance:
+        return verify_snapshot(Path(snapshot.path), advance, is_copy=is_copy)
 
 
 def _check_side(path: Path, sha256: str | None) -> int:

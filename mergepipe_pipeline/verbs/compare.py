@@ -7,7 +7,6 @@ that determine both, so that `explain` can show it beside what was predicted.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Fact
 from mergepipe_pipeline.contents.away import present_root
@@ -21,7 +20,7 @@ from mergepipe_pipeline.execution.lookup import snapshot_of
 from mergepipe_pipeline.execution.plan_store import load_plan
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.report.comparison import FACT, Comparison, _comparison, full_plan_id
-from mergepipe_pipeline.snapshots.checks import verify_snapshot
+from mergepipe_pipeline.snapshots.checks import verify_with_progress
 from mergepipe_pipeline.snapshots.find import list_snapshots, load_snapshot
 from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.spec.plan import Source
@@ -46,7 +45,7 @@ def compare(
     facts = catalog.fact(ids[1], ids[0], FACT)
     if not facts:
         for snapshot in (part, whole):
-            verify_snapshot(Path(snapshot.path))
+            verify_with_progress(snapshot, progress)
         facts = _measure(warehouse, part, whole, progress)
         catalog.put_fact(ids[1], ids[0], FACT, facts)
     return _comparison(*ids, facts)

@@ -215,9 +215,11 @@ def _tensors(
     before, after = (open_checkpoint(s.path, s.snapshot_id[:12]) for s in (one, other))
     same = {s.sha256 for s in one.manifest.shards} & {s.sha256 for s in other.manifest.shards}
     for snapshot in (one, other):
-        for shard in snapshot.manifest.shards:
-            if shard.sha256 not in same:
-                verify_shard(Path(snapshot.path) / shard.file, shard)
+        shards = [s for s in snapshot.manifest.shards if s.sha256 not in same]
+        total = sum(s.nbytes for s in shards)
+        with progress.task(f"verify {snapshot.snapshot_id[:12]}", total) as advance:
+            for shard in shards:
+                verify_shard(Path(snapshot.path) / shard.file, shard, advance)
     equal = {t for s in other.manifest.shards if s.sha256 in same for t, _ in s.tensors}
     names = [n for n in dict.fromkeys((*before.by_name, *after.by_name)) if n not in equal]
     names.sort(key=lambda n: layer_order(layers[n]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from mergepipe_pipeline.errors import CorruptionError, RemoteError
 from mergepipe_pipeline.evaluation.store import evaluations_of
@@ -16,7 +15,7 @@ from mergepipe_pipeline.remote.bucket import Bucket
 from mergepipe_pipeline.remote.bucket_push import push_to_bucket
 from mergepipe_pipeline.remote.hub_push import push_to_hub
 from mergepipe_pipeline.remote.outgoing import OutgoingFile, Pushed
-from mergepipe_pipeline.snapshots.checks import verify_snapshot
+from mergepipe_pipeline.snapshots.checks import verify_with_progress
 from mergepipe_pipeline.snapshots.find import load_snapshot, manifest_of
 from mergepipe_pipeline.snapshots.leases import Need
 from mergepipe_pipeline.snapshots.outgoing import FIRST_OPENED, files_named, outgoing_files
@@ -57,7 +56,7 @@ def push(
     snapshot = load_snapshot(warehouse.snapshots, snapshot_of(warehouse, what))
     need = Need(snapshot_ids=frozenset([snapshot.snapshot_id]))
     with warehouse.leases.hold(need, "push"):
-        _verify(snapshot, progress)
+        verify_with_progress(snapshot, progress)
         evaluations = [asdict(e) for e in evaluations_of(warehouse, snapshot.snapshot_id)]
         wanted = not public if provenance is None else provenance
         files = outgoing_files(snapshot, evaluations, with_provenance=wanted)
@@ -98,12 +97,6 @@ def _sent(
             dry_run=dry_run,
             advance=advance,
         )
-
-
-def _verify(snapshot: Snapshot, progress: Progress) -> None:
-    total = sum(s.nbytes for s in snapshot.manifest.shards)
-    with progress.task(f"verify {snapshot.snapshot_id[:12]}", total) as advance:
-        verify_snapshot(Path(snapshot.path), advance)
 
 
 def writable(to: str) -> Address:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from mergepipe_pipeline.execution.lookup import snapshot_named
-from mergepipe_pipeline.progress import Progress, Silent
-from mergepipe_pipeline.snapshots.checks import Verification, verify_snapshot
+from mergepipe_pipeline.progress import Progress
+from mergepipe_pipeline.snapshots.checks import Verification, verify_with_progress
 from mergepipe_pipeline.warehouse import Warehouse
 
 
@@ -18,8 +18,5 @@ def verify(warehouse: Warehouse, what: str, progress: Progress | None = None) ->
     name.
     """
     snapshot = snapshot_named(warehouse, what)
-    folder = Path(snapshot.path)
-    is_copy = folder.parent != warehouse.snapshots
-    total = sum(s.nbytes for s in snapshot.manifest.shards)
-    with (progress or Silent()).task(f"verify {snapshot.snapshot_id[:12]}", total) as advance:
-        return verify_snapshot(folder, advance, is_copy=is_copy)
+    is_copy = Path(snapshot.path).parent != warehouse.snapshots
+    return verify_with_progress(snapshot, progress, is_copy=is_copy)

@@ -17,9 +17,11 @@ from mergepipe_pipeline.engine.sources import SourcePool
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import MergeOutcome, run_plan
+from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.snapshots.find import list_snapshots
 from mergepipe_pipeline.spec.checkpoint import TensorEntry
+from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.read_batch import ReadBatch
 from mergepipe_pipeline.storage.reader import BlockReader
@@ -267,10 +269,10 @@ def test_a_snapshot_below_several_adapters_is_checked_once(
     adapters = [write_adapter(inputs / f"a{n}", n) for n in (1, 2)]
     checked: list[Path] = []
 
-    def check(folder: Path) -> None:
-        checked.append(folder)
+    def check(snapshot: Snapshot, progress: Progress | None) -> None:
+        checked.append(Path(snapshot.path))
 
-    monkeypatch.setattr(tensor_digests, "verify_snapshot", check)
+    monkeypatch.setattr(tensor_digests, "verify_with_progress", check)
     models = "".join(f"- model: {root}+{adapter}\n" for adapter in adapters)
     parameters = f"parameters: {METHODS['ties']}\n"
     run(home, f"merge_method: ties\nbase_model: {root}\nmodels:\n{models}{parameters}")
