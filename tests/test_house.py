@@ -43,7 +43,7 @@ def test_an_error_says_what_where_expected_found_and_next_and_survives_pickling(
 
 def test_no_module_outgrows_its_purpose() -> None:
     long = {
-        str(p.relative_to(ROOT)): n for p in SOURCES if (n := len(p.read_text().splitlines())) > 360
+        str(p.relative_to(ROOT)): n for p in SOURCES if (n := len(p.read_text().splitlines())) > 500
     }
     assert long == {}
 
