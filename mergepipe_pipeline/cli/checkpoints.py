@@ -39,9 +39,12 @@ def register(console: Console, path: str, name: str | None, base: str | None) ->
             "files": len(c.files),
             "nbytes": c.nbytes,
             "root": c.root,
+            "form": c.form and c.form.name,
         },
         f"{r.name}: version {r.version}, {len(c.tensors)} tensors in {len(c.files)} file(s), "
-        f"{size(c.nbytes)}" + (f", base {r.base}" if r.base else ""),
+        f"{size(c.nbytes)}"
+        + (f", base {r.base}" if r.base else "")
+        + (f", stored as {c.form.name}: merges only copy it" if c.form else ""),
     )
 
 

@@ -22,8 +22,6 @@ from mergepipe_pipeline.spec.view import TensorView
 _BY_NAME = {
     "int8_mask": "has no effect on results, here as in mergekit",
 }
-#: What quantised checkpoints put behind a tensor's name for its scale.
-_SCALE_ENDS = ("_scale_inv", "_scale")
 _OUTSIDE_T = "is outside [0, 1], so the merge leaves the way between the two models"
 
 
@@ -170,19 +168,6 @@ def copied(names: Sequence[str], source: ModelRef) -> str:
         f"{len(names)} tensors have no floating-point numbers, first {names[0]}: they are copied "
         f"from {source.text!r}, whatever the other models have there"
     )
-
-
-def scaled_float8(tables: Iterable[Mapping[str, TensorEntry | TensorView]]) -> list[str]:
-    """That float8 codes and the scales beside them are merged as numbers of their own."""
-    for table in tables:
-        for name, tensor in table.items():
-            scale = next((name + end for end in _SCALE_ENDS if name + end in table), None)
-            if scale is not None and tensor.dtype.startswith("F8_"):
-                return [
-                    f"{name} is in float8 with a scale of its own, {scale}: both are merged as "
-                    "they are, which is no merge of their products; merge models in a wider dtype"
-                ]
-    return []
 
 
 def untied(head: str, lacking: Sequence[ModelRef]) -> str:

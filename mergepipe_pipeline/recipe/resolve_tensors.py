@@ -28,7 +28,6 @@ from mergepipe_pipeline.recipe.recipe_warnings import (
     idle_filters,
     mixed_shapes,
     recipe_warnings,
-    scaled_float8,
     untied,
 )
 from mergepipe_pipeline.recipe.tensor_parameters import (
@@ -162,8 +161,6 @@ class _Resolver:
         self.warnings += self.tables.own_parts()
         for model, names in self.copied.items():
             self.warnings.append(copied(list(names), self.tables.refs[model]))
-        if self.schema.name != "passthrough":
-            self.warnings += scaled_float8([self.tables[m] for m in self._places()])
         self.warnings += idle_filters([lv for lv, _ in self.parsed.levels()], all_names(outputs))
         return tuple(recipes)
 

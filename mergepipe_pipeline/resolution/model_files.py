@@ -13,6 +13,7 @@ from typing import Any
 from mergepipe_pipeline.errors import CheckpointError, IncompleteCheckpointError
 from mergepipe_pipeline.planner.plan_builder import Side
 from mergepipe_pipeline.remote.address import is_address
+from mergepipe_pipeline.resolution.plain_numbers import stale_settings
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.layers import embedding_like, is_post, layer_index, layer_stack
 from mergepipe_pipeline.spec.model import Model
@@ -166,7 +167,8 @@ def _config(
     if _must_untie(recipe, models, config):
         places = dict.fromkeys(("tie_word_embeddings", *_places(config, ("tie_word_embeddings",))))
         changes += [(place, False) for place in places]
-    return changes
+    stale = stale_settings(recipe, models, models[template].checkpoint)
+    return changes + [(place, None) for place in stale]
 
 
 def _parsed(model: Model) -> dict[str, Any]:

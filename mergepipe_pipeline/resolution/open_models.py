@@ -26,6 +26,7 @@ from mergepipe_pipeline.resolution.expert_layout import (
     updates_fused,
 )
 from mergepipe_pipeline.resolution.locate import exists, locate_checkpoint
+from mergepipe_pipeline.resolution.plain_numbers import coded_error, coded_part, refuse_coded
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.layers import embedding_like, is_post, tied_partner
 from mergepipe_pipeline.spec.model import Model
@@ -198,7 +199,14 @@ def _laid_on(model: Model, adapter: Checkpoint) -> tuple[dict[str, TensorView], 
     if updates_fused(adapter):
         model = laid_out(model, FUSED)
     tied = _tied(model)
-    views = adapter_views(adapter, {n: v.shape for n, v in model.views.items()}, tied)
+    try:
+        views = adapter_views(adapter, {n: v.shape for n, v in model.views.items()}, tied)
+    except CheckpointError as error:
+        form = model.checkpoint.form
+        if form is None:
+            raise
+        # Codes have other names and shapes than the weights that an adapter fits.
+        raise coded_error(model.checkpoint, form) from error
     unties = tied is not None and tied.head in views
     change = None if tied is None or unties else views.get(tied.embedding.name)
     if tied is not None and change is not None and tied.head in model.views:
@@ -251,6 +259,9 @@ def _adapted(model: Model, adapter: Checkpoint) -> Model:
     for name, change in changes.items():
         # A head that an adapter makes was the embedding before.
         own = views.get(name) or model.views[tied_partner(name, model.views) or name]
+        coded = coded_part(own, model.checkpoints)
+        if coded is not None:
+            raise coded_error(*coded, tensor=name)
         if change.low_rank and not change.stored and own.dtype not in FLOATING:
             raise IncompatibleCheckpointsError(
                 "An adapter changes a tensor that has no floating-point numbers",
@@ -349,4 +360,6 @@ def open_pair(warehouse: Warehouse, expert: str, base: str) -> tuple[Model, Mode
     models = open_models(warehouse, references, 1, None, {}, problems)
     if problems:
         raise problems[0]
+    if not models[0].is_partial:
+        refuse_coded(models)
     return models[0], models[1]

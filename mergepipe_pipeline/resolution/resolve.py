@@ -34,6 +34,10 @@ from mergepipe_pipeline.resolution.model_files import (
 )
 from mergepipe_pipeline.resolution.model_problems import placed_in, several
 from mergepipe_pipeline.resolution.open_models import open_models, tied_updates
+from mergepipe_pipeline.resolution.plain_numbers import (
+    refuse_coded_arithmetic,
+    refuse_coded_models,
+)
 from mergepipe_pipeline.resolution.recipe_text import SCHEMAS
 from mergepipe_pipeline.resolution.token_rows import Reindexer, build_for, with_own_matrices
 from mergepipe_pipeline.resolution.vocabulary import fit_rows
@@ -155,6 +159,11 @@ def resolve_stage(
     warnings = [*recipe.warnings, *fitted.warnings, *tied_updates(models, recipe.base)]
     warnings += [*_no_config(template), *mixed_architectures(models)]
     warnings += [
+        f"{place} leaves config.json: nothing in the result is quantised"
+        for place, value in fitted.side.config
+        if value is None
+    ]
+    warnings += [
         f"the stage {name!r} hides what else is called so: the model of that name or path"
         for name in parsed.stages_used
         if exists(warehouse, name, relative_to)
@@ -261,10 +270,13 @@ def open_stage(
     )
     if problems:
         raise several(problems, parsed)
+    refuse_coded_models(parsed, models)
     is_partial = [m.is_partial for m in models]
     depths = [depth_of(m) for m in models]
     recipe = resolve_recipe(parsed, [m.views for m in models], SCHEMAS, is_partial, depths)
-    return recipe, [_completed(m, n, recipe, models) for n, m in enumerate(models)]
+    models = [_completed(m, n, recipe, models) for n, m in enumerate(models)]
+    refuse_coded_arithmetic(recipe, models)
+    return recipe, models
 
 
 def _kept_out(

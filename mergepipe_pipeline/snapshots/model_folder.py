@@ -64,7 +64,10 @@ def config_json(
                     found=type(part).__name__,
                     next_step="plan again with the config as it is",
                 )
-        part[key] = list(value) if isinstance(value, tuple) else value
+        if value is None:
+            part.pop(key, None)
+        else:
+            part[key] = list(value) if isinstance(value, tuple) else value
     return json_bytes(config)
 
 

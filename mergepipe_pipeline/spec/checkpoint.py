@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.dtypes import itemsize
+from mergepipe_pipeline.spec.stored_form import StoredForm, stored_form
 
 #: Begins the root of a checkpoint whose files were moved away, and a pack gives its bytes again.
 AWAY = "away://"
@@ -96,6 +97,13 @@ class Checkpoint:
     def layout_sha256(self) -> str:
         """64 hex over the tensors' names, dtypes and shapes: equal bytes may be other numbers."""
         return digest_json([[t.name, t.dtype, t.shape] for t in self.tensors])
+
+    @cached_property
+    def form(self) -> StoredForm | None:
+        """How its weights are stored if not as plain numbers: quantised, or as loose factors."""
+        if self.kind != "full":
+            return None
+        return stored_form({t.name: t.dtype for t in self.tensors}, self.config)
 
     @property
     def is_away(self) -> bool:

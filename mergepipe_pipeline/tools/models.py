@@ -19,6 +19,7 @@ from mergepipe_pipeline.contents.tensor_digests import content_of
 from mergepipe_pipeline.errors import CheckpointError
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.resolution.locate import locate_checkpoint
+from mergepipe_pipeline.resolution.plain_numbers import coded_error
 from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.spec.plan import Source
 from mergepipe_pipeline.spec.snapshot import LineageEntry
@@ -74,8 +75,13 @@ class Input:
         return data
 
     def floats(self, name: str) -> F32Array:
-        """A tensor as float32 in its shape. Raises CheckpointChangedError, CorruptionError."""
-        entry = self.tensors[name]
+        """A tensor as float32 in its shape.
+
+        Raises CheckpointChangedError, CorruptionError, IncompatibleCheckpointsError for codes.
+        """
+        entry, form = self.tensors[name], self.checkpoint.form
+        if form is not None and name in form.coded:
+            raise coded_error(self.checkpoint, form, name)
         raw = np.frombuffer(self.raw(name), np.uint8)
         values: F32Array = as_float32(raw, entry.dtype).numpy().reshape(entry.shape)
         return values
@@ -111,11 +117,14 @@ def open_input(
     text: str,
     progress: Progress,
     relative_to: Path | None = None,
+    *,
+    copies: bool = False,
 ) -> Input:
     """The full checkpoint that a text means, its content known; one pass reads it if it is not.
 
+    Only a tool that `copies` what it has no arithmetic for takes one that is stored as codes.
     Raises CheckpointError for what is not there, an adapter or a delta; CorruptionError for a file
-    beside the weights that is not what was registered.
+    beside the weights that is not what was registered; IncompatibleCheckpointsError for codes.
     """
     checkpoint = locate_checkpoint(warehouse.ensure(), text, relative_to)
     if checkpoint.kind != "full":
@@ -126,6 +135,8 @@ def open_input(
             found=f"{'an adapter' if checkpoint.kind == 'adapter' else 'a delta'}",
             next_step="merge it into its base first, and give the result",
         )
+    if checkpoint.form is not None and not copies:
+        raise coded_error(checkpoint, checkpoint.form)
     segments = checkpoint_inputs(warehouse, [checkpoint], progress)
     refuse_changed_files(warehouse, checkpoint)
     content = content_of(warehouse.catalog, checkpoint)

@@ -12,6 +12,7 @@ from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.grid import grid_for
 from mergepipe_pipeline.resolution.open_models import open_models
+from mergepipe_pipeline.resolution.plain_numbers import refuse_coded
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -62,6 +63,8 @@ def _of_stage(
     models = open_models(warehouse, [base, *experts], 0, relative_to, known, problems)
     if problems:
         raise problems[0]
+    if not all(model.is_partial for model in models[1:]):
+        refuse_coded(models)
     grid = grid_for(models[0], parsed.block_elems)
     wanted = [(m, common_pairs(m, models[0])) for m in models[1:]]
     stats = ensure_stats(warehouse, wanted, models[0], grid, progress)

@@ -66,7 +66,8 @@ def index_expert(warehouse: Warehouse, name: str) -> IndexedExpert:
         for ref, base in _pairs(stage, name):
             if all(used in catalog for used in (*uses(ref, stage), *uses(base, stage))):
                 opened = open_models(warehouse, (ref, base), 1, warehouse.recipes, {}, [])
-                if opened:
+                is_plain = all(c.form is None for m in opened for c in m.checkpoints)
+                if opened and is_plain:  # of codes there is nothing to learn
                     _learn(warehouse, opened, stage.block_elems)
                     bases[base.text] = None
     ensure_digests(warehouse, checkpoint)

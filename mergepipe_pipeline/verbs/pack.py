@@ -103,9 +103,9 @@ def pack(
 
 
 def with_levels(warehouse: Warehouse, names: Iterable[str]) -> list[str]:
-    """Those of the registered names with full weights, which packs are made of."""
+    """Those of the registered names with full weights as plain numbers: packs are made of these."""
     known = map(warehouse.catalog.get, names)
-    return [r.name for r in known if r.checkpoint.kind == "full"]
+    return [r.name for r in known if r.checkpoint.kind == "full" and r.checkpoint.form is None]
 
 
 def repack(

@@ -36,8 +36,8 @@ def transplant_tokenizer(
     place = None if out is None else check_place(out, warehouse.root)
     wish, progress = Wish(method, k, bytes_, prefixes), progress or Silent()
     with ExitStack() as stack:
-        one = stack.enter_context(open_input(warehouse, "base", model, progress))
-        other = stack.enter_context(open_input(warehouse, "donor", donor, progress))
+        one = stack.enter_context(open_input(warehouse, "base", model, progress, copies=True))
+        other = stack.enter_context(open_input(warehouse, "donor", donor, progress, copies=True))
         transplant = Transplant(one, other, wish)
         draft = stack.enter_context(drafted(warehouse, VERB, place))
         details = transplant.write(draft, progress)

@@ -1,0 +1,166 @@
+"""Refuses arithmetic on what is stored as codes or factors; copies of it pass.
+
+`spec.stored_form` says what is stored so. Here is decided what a recipe, a pair or a tool would
+compute with it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+
+from mergepipe_pipeline.errors import IncompatibleCheckpointsError
+from mergepipe_pipeline.operators import OPERATORS
+from mergepipe_pipeline.planner.parts import out_dtype
+from mergepipe_pipeline.recipe.parsed import ParsedRecipe
+from mergepipe_pipeline.resolution.model_problems import placed_in
+from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.spec.model import Model
+from mergepipe_pipeline.spec.recipe import Recipe, TensorRecipe
+from mergepipe_pipeline.spec.stored_form import CONFIG_KEYS, StoredForm
+from mergepipe_pipeline.spec.view import TensorView
+
+
+def refuse_coded_models(parsed: ParsedRecipe, models: Sequence[Model]) -> None:
+    """Raise for a whole model of codes that some slice merges with another whole model.
+
+    Its names and shapes need not be the others', so this comes before tensors are compared.
+    """
+    with_base = OPERATORS[parsed.method].schema.base != "none" if parsed.method in OPERATORS else 0
+    for _, part in parsed.slices():
+        numbers = {entry.model for entry in part.contributing(not with_base)}
+        numbers |= {part.base} if with_base and part.base is not None else set()
+        whole = [n for n in sorted(numbers) if not models[n].is_partial]
+        for n in whole if len(whole) > 1 else ():
+            form = models[n].checkpoint.form
+            if form is not None:
+                error = coded_error(models[n].checkpoint, form)
+                raise placed_in(parsed, error, parsed.references[n])
+
+
+def refuse_coded(models: Sequence[Model]) -> None:
+    """Raise IncompatibleCheckpointsError for the first whole model that is stored as codes."""
+    for model in models:
+        form = model.checkpoint.form
+        if form is not None and not model.is_partial:
+            raise coded_error(model.checkpoint, form)
+
+
+def refuse_coded_arithmetic(recipe: Recipe, models: Sequence[Model]) -> None:
+    """Raise IncompatibleCheckpointsError if some output is computed from codes, or casts them.
+
+    So also where its layers are stored in several forms, of which its config can state one.
+    """
+    if all(c.form is None for m in models for c in m.checkpoints):
+        return
+    copied: list[tuple[TensorRecipe, Model, TensorView, StoredForm]] = []
+    for t in recipe.tensors:
+        for model, view in _sources(t, models):
+            found = coded_part(view, model.checkpoints)
+            if found is not None and _is_computed(recipe, t, models):
+                raise coded_error(*found, tensor=view.name)
+            if found is not None:
+                copied.append((t, model, view, found[1]))
+    for t, model, view, form in copied:
+        if out_dtype(recipe, t, models) != view.dtype:
+            raise _cast(model, view, form)
+    _refuse_mixed_forms(recipe, models)
+
+
+def is_coded(recipe: Recipe, models: Sequence[Model]) -> bool:
+    """Whether some output tensor is a copy of codes."""
+    return any(
+        coded_part(view, model.checkpoints) is not None
+        for t in recipe.tensors
+        for model, view in _sources(t, models)
+    )
+
+
+def stale_settings(recipe: Recipe, models: Sequence[Model], template: Checkpoint) -> list[str]:
+    """The places of the template's config that say how weights were quantised, where none is."""
+    if is_coded(recipe, models):
+        return []
+    config = json.loads(template.config or "{}")
+    parts = {"": config, "text_config.": config.get("text_config")}
+    return [
+        f"{above}{key}"
+        for above, part in parts.items()
+        for key in CONFIG_KEYS
+        if isinstance(part, dict) and key in part
+    ]
+
+
+def coded_part(
+    view: TensorView, checkpoints: Sequence[Checkpoint]
+) -> tuple[Checkpoint, StoredForm] | None:
+    """The checkpoint, with its form, of a stored tensor of a view that holds codes; None if none.
+
+    `checkpoints` are those that the view's parts are of.
+    """
+    for part in view.stored:
+        form = checkpoints[part.source].form
+        if form is not None and part.entry.name in form.coded:
+            return checkpoints[part.source], form
+    return None
+
+
+def coded_error(
+    checkpoint: Checkpoint, form: StoredForm, tensor: str | None = None
+) -> IncompatibleCheckpointsError:
+    """The refusal of arithmetic on a checkpoint's codes, first of all on `tensor`."""
+    name = tensor or form.example
+    dtype = checkpoint.by_name[name].dtype if name in checkpoint.by_name else "codes"
+    return IncompatibleCheckpointsError(
+        f"A model's weights are stored as {form.name}, which a merge only copies",
+        where=f"{checkpoint.name}, tensor {name}",
+        expected="weights as plain numbers (bfloat16, float16, float32)",
+        found=f"{dtype} whose numbers mean something only together with other tensors",
+        next_step=form.step,
+    )
+
+
+def _sources(t: TensorRecipe, models: Sequence[Model]) -> Iterator[tuple[Model, TensorView]]:
+    """The models that an output is made from, with their views of its tensor."""
+    pairs = [(i.model, i.tensor) for i in t.inputs]
+    pairs += [(t.base.model, t.base.tensor)] if t.base else []
+    for number, tensor in dict.fromkeys(pairs):
+        yield models[number], models[number].views[tensor]
+
+
+def _is_computed(recipe: Recipe, t: TensorRecipe, models: Sequence[Model]) -> bool:
+    """Whether there is arithmetic in an output: any method's but an unscaled passthrough of one."""
+    if not t.inputs:
+        return False
+    if recipe.method != "passthrough" or dict(t.inputs[0].params).get("scale", 1) != 1:
+        return True
+    view = models[t.inputs[0].model].views[t.inputs[0].tensor]
+    return view.low_rank is not None or view.is_delta
+
+
+def _cast(model: Model, view: TensorView, form: StoredForm) -> IncompatibleCheckpointsError:
+    return IncompatibleCheckpointsError(
+        f"`dtype` would round what is stored as {form.name}",
+        where=f"{model.name}, tensor {view.name}",
+        expected=f"{view.dtype}, as it is stored",
+        found="another type in the recipe",
+        next_step="leave `dtype` and `out_dtype` out of the recipe",
+    )
+
+
+def _refuse_mixed_forms(recipe: Recipe, models: Sequence[Model]) -> None:
+    """Raise where outputs come from whole models of which some are stored otherwise."""
+    settings: dict[str, Mapping[str, object]] = {}
+    numbers = {i.model for t in recipe.tensors for i in t.inputs}
+    numbers |= {t.base.model for t in recipe.tensors if t.base}
+    for model in (models[n] for n in sorted(numbers) if not models[n].is_partial):
+        form = model.checkpoint.form
+        settings[model.name] = {} if form is None else {"form": form.name, **form.settings}
+    if len({str(s) for s in settings.values()}) > 1 and is_coded(recipe, models):
+        named = ", ".join(f"{n}: {s.get('form', 'plain numbers')}" for n, s in settings.items())
+        raise IncompatibleCheckpointsError(
+            "The result's tensors are stored in several forms, and its config can state one",
+            where=recipe.name,
+            expected="models that are all stored alike",
+            found=named,
+            next_step="use these models as plain numbers, or all in the same form",
+        )
