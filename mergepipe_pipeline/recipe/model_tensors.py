@@ -14,6 +14,7 @@ from mergepipe_pipeline.recipe.structure import Entry
 from mergepipe_pipeline.spec.checkpoint import TensorEntry
 from mergepipe_pipeline.spec.layers import (
     embedding_like,
+    is_head,
     layer_index,
     layer_stack,
     part_that_needs,
@@ -34,17 +35,20 @@ Belongs = Callable[[str], bool]
 class Tables:
     """The models' tensors by name; `partial[i]` says that model i has changed tensors only.
 
-    `depths[i]` is the number of layers that its config states, None where it states none.
+    `depths[i]` is the number of layers that its config states, None where it states none; `ties[i]`
+    whether its head is its embedding.
     """
 
     refs: Sequence[ModelRef]
     tables: Sequence[Table]
     partial: Sequence[bool]
     depths: Sequence[int | None] = ()
+    ties: Sequence[bool] = ()
     _by_layer: dict[int, dict[int | None, list[str]]] = field(default_factory=dict)
     _missing: dict[int, dict[str, None]] = field(default_factory=dict)
     _extra: dict[int, dict[str, None]] = field(default_factory=dict)
     _alone: dict[int, dict[str, None]] = field(default_factory=dict)
+    _headless: dict[int, dict[str, None]] = field(default_factory=dict)
     _shapes: dict[int, list[str]] = field(default_factory=dict)
     _stacks: dict[tuple[int, Belongs], dict[str, int]] = field(default_factory=dict)
     _in_any_layer: dict[int, frozenset[str]] = field(default_factory=dict)
@@ -93,7 +97,11 @@ class Tables:
         table = self.tables[model]
         if name in table:
             return name
-        return None if self.partial[model] else tied_partner(name, table)
+        return None if self.partial[model] else self.partner(model, name)
+
+    def partner(self, model: int, name: str) -> str | None:
+        """The stored tensor that is a vocabulary matrix of a whole model under another name."""
+        return tied_partner(name, self.tables[model], ties=self.ties[model])
 
     def check_stacks(self, entry: Entry, lead: int, belongs: Belongs, problems: Problems) -> None:
         """Add a problem if a model has another number of layers than the `lead`."""
@@ -140,6 +148,10 @@ class Tables:
         """Remember a tensor of the lead model that no other model has."""
         self._alone.setdefault(model, {})[name] = None
 
+    def note_headless(self, model: int, name: str) -> None:
+        """Remember a head that a model has not, nor ties: it counts as the base there."""
+        self._headless.setdefault(model, {})[name] = None
+
     def note_extra(self, model: int, name: str) -> None:
         """Remember that a model has a tensor that the output does not."""
         self._extra.setdefault(model, {})[name] = None
@@ -181,10 +193,14 @@ class Tables:
         for model, names in self._missing.items():
             if model not in self._broken:
                 first = next(iter(names))
+                hint = (
+                    ", and by its config nothing of it stands for that; give `base_model:`, whose "
+                    "head stays"
+                )
                 problems.add(
                     places.get(model, ()),
                     f"{self.refs[model].text!r} lacks {len(names)} of the tensors to merge, "
-                    f"first {first}",
+                    f"first {first}{hint if all(map(is_head, names)) else ''}",
                 )
         for model, texts in self._shapes.items():
             problems.add(
@@ -195,14 +211,20 @@ class Tables:
     def own_parts(self) -> list[str]:
         """One warning per model with tensors that others lack: they are left out, or copied.
 
-        And one per model with fewer layers than its config states.
+        And one per model with fewer layers than its config states, or without a head.
         """
         shallow = [
             f"{self.refs[model].text!r} has {n} layers, and its config.json says {config_depth}: "
             "are files missing?"
             for model, (n, config_depth) in self._shallow.items()
         ]
-        return shallow + [
+        headless = [
+            f"{self.refs[model].text!r} has no {' and no '.join(names)}, and by its config nothing "
+            "of it stands for that: it counts as the base there"
+            for model, names in self._headless.items()
+            if model not in self._broken
+        ]
+        return [*shallow, *headless] + [
             f"{self.refs[model].text!r} has {len(names)} tensors that {which}, "
             f"first {next(iter(names))}: they are {done}"
             for noted, which, done in (

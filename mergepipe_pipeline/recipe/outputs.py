@@ -16,12 +16,12 @@ from mergepipe_pipeline.recipe.structure import Entry, Level, Module, Slice
 from mergepipe_pipeline.spec.layers import (
     embedding_like,
     is_buffer,
+    is_head,
     is_optional,
     is_post,
     layer_index,
     layer_stack,
     projector_position,
-    tied_partner,
     with_layer_index,
 )
 from mergepipe_pipeline.spec.operator import OperatorSchema
@@ -175,13 +175,18 @@ class Outputs:
         twin = in_model(with_layer_index(name, out), lead)
         return self._is_extra(name, twin, lead, model)
 
-    def _is_extra(self, name: str, twin: str, lead: int, model: int) -> bool:
+    def _is_extra(
+        self, name: str, twin: str, lead: int, model: int, *, has_base: bool = True
+    ) -> bool:
         table = self.tables[lead]
         if twin in table or is_buffer(name):
             return False
-        if is_optional(name) or tied_partner(twin, table) is not None:
+        if self.tables.partner(lead, twin) is not None:
             return True
-        if self.tables.needs(lead, twin) and self.tables.has_in_another_layer(lead, twin):
+        if is_optional(name) and not is_head(name):
+            return True
+        is_needed = self.tables.needs(lead, twin) and self.tables.has_in_another_layer(lead, twin)
+        if is_needed or (is_head(name) and not has_base):
             self.tables.note_missing(lead, twin)
         else:
             self.tables.note_extra(model, name)
@@ -210,7 +215,8 @@ class Outputs:
             for name in self.tables[entry.model]:
                 if name in seen or not belongs(name):
                     continue
-                if self._is_extra(name, name, lead, entry.model):
+                has_base = part.base is not None
+                if self._is_extra(name, name, lead, entry.model, has_base=has_base):
                     seen.add(name)
                     names.append(name)
         return names
@@ -253,7 +259,10 @@ class Outputs:
                 if base is not None:
                     self._check_partial(entry, own, base)
                     taken.append(SourceTensor(entry, i, own, base.tensor, False))
-            elif not is_optional(own):
+            elif is_head(own) and base is not None:
+                self.tables.note_headless(entry.model, own)
+                taken.append(SourceTensor(entry, i, own, base.tensor, False))
+            elif not is_optional(own) or is_head(own):
                 lacking.append((entry.model, own))
         if lacking and (alone := self._alone(part, name, in_model, taken, lacking)):
             return Output(name, part, t, alone, (), (part.level, *levels))
@@ -272,7 +281,12 @@ class Outputs:
         """The lead's tensor, where it alone has it and the other models are whole without it."""
         lead = self._lead(part)
         other_sources = [s for s in taken if s.stored and s.entry.model != lead]
-        if lead is None or other_sources or any(self.tables.needs(*gap) for gap in lacking):
+        if (
+            lead is None
+            or is_head(name)
+            or other_sources
+            or any(self.tables.needs(*gap) for gap in lacking)
+        ):
             return None
         tensor = self.tables.find(lead, in_model(name, lead))
         if tensor is None:

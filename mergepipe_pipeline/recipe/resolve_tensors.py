@@ -48,6 +48,7 @@ def resolve_recipe(
     methods: Mapping[str, OperatorSchema],
     partial: Sequence[bool] = (),
     depths: Sequence[int | None] = (),
+    ties: Sequence[bool] = (),
 ) -> Recipe:
     """Give every output tensor its inputs and numbers.
 
@@ -56,6 +57,7 @@ def resolve_recipe(
     Where other models take part and its share matters (values are merged, or deltas are counted or
     measured), it stays an input under the base's tensor name; else it is no input there. `depths`
     are the numbers of layers that the models' configs state: a layer beyond is a part of its own.
+    `ties[i]` says that the head of model i is its embedding; without it all are.
 
     Raises RecipeError with every problem.
     """
@@ -71,7 +73,8 @@ def resolve_recipe(
     if problems:
         raise recipe_error([problems], parsed.where)
     flags = [*partial, *[False] * (len(tables) - len(partial))]
-    model_tables = Tables(parsed.references, tables, flags, depths)
+    tied = [*ties, *[True] * (len(tables) - len(ties))]
+    model_tables = Tables(parsed.references, tables, flags, depths, tied)
     resolver = _Resolver(parsed, schema, model_tables, problems)
     tensors = resolver.tensors()
     if not problems:

@@ -6,8 +6,6 @@ reference names another model (`model+adapter`). Headers only.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +29,7 @@ from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.layers import embedding_like, is_post, tied_partner
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.recipe import ModelRef
+from mergepipe_pipeline.spec.tied_head import ties_head
 from mergepipe_pipeline.spec.view import LowRank, TensorView, moved, view_of
 from mergepipe_pipeline.storage.adapter import Tied, adapter_views, delta_views
 from mergepipe_pipeline.warehouse import Warehouse
@@ -40,8 +39,6 @@ from mergepipe_pipeline.warehouse import Warehouse
 Pending = Mapping[str, Checkpoint]
 #: Adds to an error which model it is about.
 Placed = Callable[[MergePipeError, ModelRef], MergePipeError]
-#: Architectures with a head that may be the embedding (config.json, `architectures`).
-_PREDICTS = re.compile(r"(?:ForCausalLM|LMHeadModel|ForConditionalGeneration)$")
 
 
 def open_models(
@@ -217,18 +214,11 @@ def _laid_on(model: Model, adapter: Checkpoint) -> tuple[dict[str, TensorView], 
 
 def _tied(model: Model) -> Tied | None:
     """A model's embedding with the head that its config makes the same, stored or not."""
-    config = json.loads(model.checkpoint.config or "{}")
-    says, kinds = config.get("tie_word_embeddings"), config.get("architectures")
     names = [n for n in model.views if embedding_like(n) and n.endswith(".weight")]
     embeddings = [n for n in names if not is_post(n)]
-    if model.unties or says is False or len(embeddings) != 1:
+    if model.unties or len(embeddings) != 1 or not ties_head(model.checkpoint.config):
         return None
     stored = [n for n in names if is_post(n)]
-    # A model that predicts tokens and stores no head can only have a tied one.
-    kind = kinds[0] if isinstance(kinds, list) and kinds else None
-    is_lm = says is True if kind is None else _PREDICTS.search(str(kind)) is not None
-    if not (says is True if stored else is_lm):
-        return None
     (name,) = embeddings
     inner = "language_model." if name.startswith("language_model.model.") else ""
     own = "embed_out.weight" if name.endswith("embed_in.weight") else f"{inner}lm_head.weight"

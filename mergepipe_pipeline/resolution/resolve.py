@@ -14,7 +14,7 @@ from typing import TypedDict, Unpack
 
 from mergepipe_pipeline.contents.quarantine import quarantine_of
 from mergepipe_pipeline.contents.side_file_digests import refuse_changed_files
-from mergepipe_pipeline.errors import CheckpointError, MergePipeError
+from mergepipe_pipeline.errors import CheckpointError, MergePipeError, RecipeError
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.planner.parts import is_merged, out_dtype, stored_like
 from mergepipe_pipeline.planner.plan_builder import Side
@@ -44,9 +44,11 @@ from mergepipe_pipeline.resolution.vocabulary import fit_rows
 from mergepipe_pipeline.snapshots.model_folder import config_json
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
+from mergepipe_pipeline.spec.layers import is_head
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.recipe import Recipe
 from mergepipe_pipeline.spec.request import AS_WRITTEN, Request
+from mergepipe_pipeline.spec.tied_head import ties_head
 from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.tokenizer.build import TokenizerBuild
 from mergepipe_pipeline.warehouse import Warehouse
@@ -229,6 +231,7 @@ def _fit(
         side = side if copies else replace(side, files=())
         warnings += without_tokenizer(side, models) if parsed.copies_tokenizer else ()
         if not problems:
+            _refuse_lost_head(recipe, models[side.template])
             _validate(recipe, models)
     except MergePipeError as error:
         problems.append(error)
@@ -273,7 +276,8 @@ def open_stage(
     refuse_coded_models(parsed, models)
     is_partial = [m.is_partial for m in models]
     depths = [depth_of(m) for m in models]
-    recipe = resolve_recipe(parsed, [m.views for m in models], SCHEMAS, is_partial, depths)
+    ties = [ties_head(m.checkpoint.config) for m in models]
+    recipe = resolve_recipe(parsed, [m.views for m in models], SCHEMAS, is_partial, depths, ties)
     models = [_completed(m, n, recipe, models) for n, m in enumerate(models)]
     refuse_coded_arithmetic(recipe, models)
     return recipe, models
@@ -322,6 +326,20 @@ def _completed(model: Model, number: int, recipe: Recipe, models: Sequence[Model
                 base = models[t.base.model].views[t.base.tensor]
                 views[i.tensor] = TensorView(i.tensor, base.dtype, base.shape)
     return replace(model, views=views)
+
+
+def _refuse_lost_head(recipe: Recipe, template: Model) -> None:
+    """Raise RecipeError where the model that gives the config has a head, and the result none."""
+    names = {t.name for t in recipe.tensors}
+    lost = [n for n in template.views if is_head(n) and n not in names]
+    if lost and not ties_head(template.checkpoint.config):
+        raise RecipeError(
+            "The result lacks the head that its config is for",
+            where=recipe.name,
+            expected=f"{lost[0]}, as in {template.name}, which gives the config",
+            found="a last slice of a model without it",
+            next_step="take the last slice from a model of the same task as the first",
+        )
 
 
 def _validate(recipe: Recipe, models: Sequence[Model]) -> None:

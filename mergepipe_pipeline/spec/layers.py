@@ -30,6 +30,13 @@ _OUTPUTS = re.compile(
     r"|^(?:model\.)?output\.weight$|(?:^|\.)(?:transformer\.output_layer|proj_out)\.weight$"
     r"|(?:^|\.)(?:cls\.predictions|lm_head)\.decoder\.(?:weight|bias)$|^cls\.predictions\.bias$"
 )
+#: Heads of other tasks than predicting tokens.
+_TASKS = re.compile(
+    r"(?:^|\.)(?:score|pooler|cls|classifier|pre_classifier|qa_outputs|classification_head|"
+    r"vocab_transform)\b"
+)
+#: The one embedding of a model that encodes and decodes, by all its names.
+_SHARED = re.compile(r"(?:^|\.)(?:shared|(?:en|de)coder\.embed_tokens)\.weight$")
 #: The norm after the layers, which every model has that has any.
 _LAST_NORM = re.compile(
     r"(?:^|\.)(?:norm|ln_f|norm_f|final_norm|final_layernorm|final_layer_norm)\.weight$"
@@ -116,20 +123,25 @@ def embedding_like(tensor_name: str) -> bool:
     return bool(_EMBEDDINGS.search(tensor_name) or _OUTPUTS.search(tensor_name))
 
 
-def tied_partner(tensor_name: str, names: Collection[str]) -> str | None:
+def tied_partner(tensor_name: str, names: Collection[str], *, ties: bool = True) -> str | None:
     """The tensor in `names` that stands for a missing vocabulary matrix, or None.
 
-    A model with tied embeddings stores one of the two only: `lm_head.weight` is its
-    `model.embed_tokens.weight`, and the other way round.
+    A model that `ties` stores one of the two only: `lm_head.weight` is its
+    `model.embed_tokens.weight`, and the other way round. Encoder and decoder of one model share
+    one embedding, whatever the head is.
     """
     if not tensor_name.endswith(".weight") or not embedding_like(tensor_name):
         return None
-    inputs = [n for n in names if _EMBEDDINGS.search(n)]
-    outputs = [n for n in names if n.endswith(".weight") and _OUTPUTS.search(n)]
-    near, far = (inputs, outputs) if _OUTPUTS.search(tensor_name) else (outputs, inputs)
-    # T5 shares one matrix between both embeddings and the head.
-    candidates = [n for n in (*near, *far) if n != tensor_name]
-    return candidates[0] if candidates else None
+    inputs = [n for n in names if _EMBEDDINGS.search(n) and n != tensor_name]
+    shared = [n for n in inputs if _SHARED.search(n)]
+    if _SHARED.search(tensor_name) and shared:
+        return shared[0]
+    if not ties:
+        return None
+    if not _OUTPUTS.search(tensor_name):
+        inputs = [n for n in names if n.endswith(".weight") and _OUTPUTS.search(n)]
+    # Of several embeddings nobody knows which is the head.
+    return inputs[0] if len(inputs) == 1 or (inputs and inputs == shared) else None
 
 
 def is_optional(tensor_name: str) -> bool:
@@ -139,6 +151,16 @@ def is_optional(tensor_name: str) -> bool:
         or (_OUTPUTS.search(tensor_name) is not None)
         or is_buffer(tensor_name)
     )
+
+
+def is_head(tensor_name: str) -> bool:
+    """Whether a tensor turns hidden states into answers, so that no other can stand for it.
+
+    A model of another task has none, or one of its own.
+    """
+    if layer_index(tensor_name) is not None or not tensor_name.endswith(".weight"):
+        return False
+    return bool(_OUTPUTS.search(tensor_name) or _TASKS.search(tensor_name))
 
 
 def part_that_needs(tensor_name: str) -> str | None:

@@ -19,7 +19,8 @@ from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.errors import CheckpointError, IncompatibleCheckpointsError
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.snapshots.model_folder import shard_name
-from mergepipe_pipeline.spec.layers import embedding_like, is_post, layer_index, tied_partner
+from mergepipe_pipeline.spec.layers import embedding_like, is_post, layer_index
+from mergepipe_pipeline.spec.tied_head import ties_head
 from mergepipe_pipeline.storage.header import Described
 from mergepipe_pipeline.storage.json_text import json_bytes, load_object
 from mergepipe_pipeline.storage.side_files import CONFIG
@@ -95,7 +96,7 @@ class Transplant:
     def _sides(self) -> dict[str, list[str]]:
         """The matrices of embedding and head; those of a tie are one side."""
         matrices = sorted(filter(embedding_like, self._recipient.tensors), key=is_post)
-        if self._recipient.config.get("tie_word_embeddings") is True:
+        if ties_head(self._recipient.checkpoint.config):
             return {"embed": matrices}
         sides = {"embed": [n for n in matrices if not is_post(n)]}
         sides["lm_head"] = [n for n in matrices if is_post(n)]
@@ -175,13 +176,13 @@ def _partner(model: Input, name: str) -> str:
     """The model's matrix for the side of a tensor's name: its own, or what it is tied to."""
     weights = [n for n in model.tensors if embedding_like(n) and n.endswith(".weight")]
     same_side = [n for n in weights if is_post(n) == is_post(name)]
-    tied = tied_partner(weights[0], weights) or weights[0] if weights else None
-    matrix = same_side[0] if same_side else tied
+    tied = weights if ties_head(model.checkpoint.config) else []
+    matrix = next(iter((*same_side, *tied)), None)
     if matrix is None or model.tensors[matrix].dtype not in FLOATING:
         raise CheckpointError(
-            "A model has no embedding that is known",
+            f"A model has no {'head' if is_post(name) else 'embedding'} that is known",
             where=model.checkpoint.root,
-            expected="a tensor as model.embed_tokens.weight",
+            expected=f"a tensor as {name}",
             found=", ".join(list(model.tensors)[:3]),
             next_step="give a language model",
         )

@@ -292,6 +292,7 @@ def test_a_base_that_is_tied_by_default_is_untied_in_so_many_words(
     base = Path(shutil.copytree(folder / "tied", tmp_path / "base"))
     config = json.loads((base / "config.json").read_text())
     del config["tie_word_embeddings"]
+    config |= {"model_type": "gemma", "architectures": ["GemmaForCausalLM"]}
     (base / "config.json").write_text(json.dumps(config))
     outcome = run(home, recipe("task_arithmetic", base, [folder / "with_head"]))
     assert HEAD in tensors(outcome.snapshot.path)
