@@ -24,7 +24,12 @@ from mergepipe_pipeline.resolution.expert_layout import (
     updates_fused,
 )
 from mergepipe_pipeline.resolution.locate import exists, locate_checkpoint
-from mergepipe_pipeline.resolution.plain_numbers import coded_error, coded_part, refuse_coded
+from mergepipe_pipeline.resolution.plain_numbers import (
+    coded_error,
+    coded_part,
+    coded_problem,
+    refuse_coded,
+)
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.layers import embedding_like, is_post, tied_partner
 from mergepipe_pipeline.spec.model import Model
@@ -96,7 +101,8 @@ def _aligned(
     try:
         return in_one_layout(with_names_of(models, lead), lead) if models else []
     except MergePipeError as error:
-        problems.append(error)
+        # Codes do not stack as weights do, and it helps nobody to lay them out otherwise.
+        problems.append(coded_problem(models) or error)
         return []
 
 

@@ -40,10 +40,16 @@ def refuse_coded_models(parsed: ParsedRecipe, models: Sequence[Model]) -> None:
 
 def refuse_coded(models: Sequence[Model]) -> None:
     """Raise IncompatibleCheckpointsError for the first whole model that is stored as codes."""
-    for model in models:
-        form = model.checkpoint.form
-        if form is not None and not model.is_partial:
-            raise coded_error(model.checkpoint, form)
+    problem = coded_problem(models)
+    if problem is not None:
+        raise problem
+
+
+def coded_problem(models: Sequence[Model]) -> IncompatibleCheckpointsError | None:
+    """What is said of the first whole model that is stored as codes; None where there is none."""
+    coded = (m.checkpoint for m in models if m.checkpoint.form is not None and not m.is_partial)
+    first = next(coded, None)
+    return coded_error(first, first.form) if first is not None and first.form else None
 
 
 def refuse_coded_arithmetic(recipe: Recipe, models: Sequence[Model]) -> None:
