@@ -52,14 +52,14 @@ _DEQUANTISERS = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
 _CODE_DTYPES = re.compile(r"[IU]\d|F8_")
 #: Last parts of names of what belongs to codes, in the spellings of their writers.
 _COMPANION = re.compile(
-    r"(?:(?:q?weight|input|output|activation|\w+_proj|w\d)_)?(?:global_)?"
-    r"(?:q?scales?(?:_inv|_2|_weight)?|scale_weight|zero_points?|zeros)"
+    r"(?:(?:_?q?weight|input|output|activation|\w+_proj|w\d)_)?(?:global_)?"
+    r"(?:q?scales?(?:_inv|_2|_weight)?|scale_weight|zero_points?|zeros?)"
     r"|weight\.(?:absmax|quant_map|nested_\w+|quant_state\..+|_\w+|.*scale.*)"
     r"|weight_(?:packed|shape|g_idx|format)|qweight|qzeros|g_idx|SCB|absmax|biases|codebooks?"
     r"|centroids|W_q|meta|\w+_(?:blocks|scales)"
 )
 #: Of these the codes are named so, whatever companions they have.
-_CODES = re.compile(r"weight|qweight|weight_packed|W_q|\w+_blocks")
+_CODES = re.compile(r"weight|qweight|weight_packed|_weight_qdata|W_q|\w+_blocks")
 #: Integers that count or point, and code nothing.
 _COUNTS = re.compile(r"num_batches_tracked|\w*_(?:index|ids|positions)")
 _LEAF = re.compile(r"(?:^|\.)(weight\.(?!.*\bweight\b).+|[^.]+)$")
