@@ -23,6 +23,7 @@ from mergepipe_pipeline.resolution.plain_numbers import coded_error
 from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.spec.plan import Source
 from mergepipe_pipeline.spec.snapshot import LineageEntry
+from mergepipe_pipeline.spec.stored_form import CONFIG_KEYS
 from mergepipe_pipeline.spec.view import view_of
 from mergepipe_pipeline.storage.json_text import load_object
 from mergepipe_pipeline.storage.reader import BlockReader
@@ -51,9 +52,17 @@ class Input:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Its config.json; empty where there is none. Raises CheckpointError."""
+        """Its config.json; empty where there is none. Raises CheckpointError.
+
+        It says nothing of how weights were quantised where none is.
+        """
         where = f"{self.checkpoint.root}, config.json"
-        return load_object(self.checkpoint.config or "{}", where, "A model's config")
+        config = load_object(self.checkpoint.config or "{}", where, "A model's config")
+        text = config.get("text_config")
+        for part in (config, text) if self.checkpoint.form is None else ():
+            for key in CONFIG_KEYS if isinstance(part, dict) else ():
+                part.pop(key, None)
+        return config
 
     @property
     def lineage(self) -> LineageEntry:

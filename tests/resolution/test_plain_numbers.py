@@ -322,6 +322,8 @@ def test_a_config_that_says_quantised_of_plain_weights_loses_that_and_it_is_said
     outcome = run(home, text)
     config = json.loads((Path(outcome.snapshot.path) / "config.json").read_text())
     assert "quantization_config" not in config
+    transplant_tokenizer(home, str(tmp_path / "plain"), str(tmp_path / "base"), tmp_path / "out")
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
     base, plain = tensors(models / "base"), tensors(models / "plain")
     ours = tensors(outcome.snapshot.path)
     for name, value in base.items():
