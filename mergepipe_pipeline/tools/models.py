@@ -58,10 +58,10 @@ class Input:
         """
         where = f"{self.checkpoint.root}, config.json"
         config = load_object(self.checkpoint.config or "{}", where, "A model's config")
-        text = config.get("text_config")
-        for part in (config, text) if self.checkpoint.form is None else ():
-            for key in CONFIG_KEYS if isinstance(part, dict) else ():
-                part.pop(key, None)
+        for part in (config, config.get("text_config")):
+            if isinstance(part, dict) and self.checkpoint.form is None:
+                for key in CONFIG_KEYS:
+                    part.pop(key, None)
         return config
 
     @property
