@@ -106,6 +106,7 @@ class Outputs:
                 yield from self._layer(part, k, offset + k, t, belongs, levels)
             offset += end - start
         yield from self._same_names(last, outside(True), levels)
+        yield from self._tied_heads(first, last, belongs, levels)
 
     def _ranges_fit(self, module: Module, belongs: Callable[[str], bool]) -> bool:
         n_before = len(self.problems)
@@ -191,6 +192,22 @@ class Outputs:
         else:
             self.tables.note_extra(model, name)
         return False
+
+    def _tied_heads(
+        self,
+        first: Slice,
+        last: Slice,
+        belongs: Callable[[str], bool],
+        levels: tuple[Level, ...],
+    ) -> Iterator[Output]:
+        """The heads that the first slice's model has, and the last one's ties to its embedding."""
+        begins, ends = self._lead(first), self._lead(last)
+        if begins is None or ends is None:
+            return
+        for name in self.tables[begins]:
+            is_stored = name in self.tables[ends]
+            if belongs(name) and is_head(name) and not is_stored and self.tables.find(ends, name):
+                yield self._slot(last, name, 0.0, _same, levels)
 
     def _same_names(
         self, part: Slice, belongs: Callable[[str], bool], levels: tuple[Level, ...]

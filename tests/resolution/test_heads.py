@@ -129,6 +129,22 @@ def test_slices_that_end_in_a_model_of_another_task_are_refused(home: Warehouse,
         run(home, text)
 
 
+def test_slices_that_end_in_a_tied_model_have_its_embedding_as_their_head(
+    home: Warehouse, zoo: Path
+) -> None:
+    text = (
+        "merge_method: passthrough\nslices:\n"
+        f"- sources: [{{model: {zoo / 'lm'}, layer_range: [0, 1]}}]\n"
+        f"- sources: [{{model: {zoo / 'tied_lm'}, layer_range: [1, 2]}}]\n"
+    )
+    snapshot = run(home, text).snapshot
+    ours = tensors(snapshot.path)
+    assert torch.equal(ours[HEAD], tensors(zoo / "tied_lm")[EMBEDDING])
+    assert torch.equal(ours[EMBEDDING], tensors(zoo / "lm")[EMBEDDING])
+    config = json.loads((Path(snapshot.path) / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+
+
 def test_a_t5_with_a_head_of_its_own_never_gives_it_for_the_embedding(
     home: Warehouse, tmp_path: Path
 ) -> None:
