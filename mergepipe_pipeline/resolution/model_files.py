@@ -5,21 +5,25 @@ The recipe, the models' configs and the output's tensors decide; `execution.asse
 
 from __future__ import annotations
 
-import re
 from base64 import b64encode
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from mergepipe_pipeline.errors import CheckpointError, IncompleteCheckpointError
+from mergepipe_pipeline.errors import IncompleteCheckpointError
 from mergepipe_pipeline.planner.plan_builder import Side
 from mergepipe_pipeline.remote.address import is_address
+from mergepipe_pipeline.resolution.layer_config import (
+    at_place,
+    config_of,
+    config_places,
+    layer_changes,
+)
 from mergepipe_pipeline.resolution.plain_numbers import stale_settings
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.spec.layers import embedding_like, is_post, layer_index, layer_stack
+from mergepipe_pipeline.spec.layers import embedding_like, is_post
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.plan import ConfigValue
 from mergepipe_pipeline.spec.recipe import Recipe, TensorRecipe
-from mergepipe_pipeline.storage.json_text import load_object
 from mergepipe_pipeline.storage.side_files import side_files
 from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.tokenizer.chat import chat_template, with_chat_template
@@ -32,12 +36,6 @@ _VOCABULARIES = frozenset(
 )
 #: Bytes at the end of a file among which its last bracket is.
 _END_NBYTES = 256
-_LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-#: The keys of towers' own parts, and of the stacks of a model that encodes and decodes.
-_TOWER_KEYS = (*_LAYER_KEYS, "depth", "encoder_layers")
-_DECODER_KEYS = ("decoder_layers", "num_decoder_layers")
-_ENCODER_KEYS = (*_LAYER_KEYS, "encoder_layers", "num_encoder_layers")
-_TOWER = re.compile(r"(?:^|\.)(?:(audio)|vision|visual)")
 
 
 def template_of(recipe: Recipe, models: Sequence[Model]) -> int:
@@ -103,16 +101,6 @@ def _refuse_cut_files(checkpoint: Checkpoint, replaced_names: Collection[str]) -
                 )
 
 
-def depth_of(model: Model) -> int | None:
-    """The number of layers that a model's config states; None where it states none."""
-    try:
-        config = _parsed(model)
-    except CheckpointError:  # it is refused where it is used
-        return None
-    depths = [_at(config, place) for place in _places(config, _LAYER_KEYS)]
-    return next((n for n in depths if isinstance(n, int) and n > 0), None)
-
-
 def without_tokenizer(side: Side, models: Sequence[Model]) -> tuple[str, ...]:
     """A warning where the result has no tokenizer, and another model than the template has one."""
     if side.files is not None or _has_tokenizer(models[side.template]):
@@ -155,92 +143,20 @@ def tokenizer_of(model: Model, n_rows: int) -> ModelTokenizer:
 def _config(
     recipe: Recipe, models: Sequence[Model], template: int
 ) -> list[tuple[str, ConfigValue]]:
-    config = _parsed(models[template])
-    changes: list[tuple[str, ConfigValue]] = []
-    for stack, n in recipe.sliced:
-        changes += [(k, n) for k in _depth_places(config, stack) if _at(config, k) != n]
-        if not _TOWER.search(stack):
-            changes += _per_layer_lists(config, recipe, models, stack)
+    config = config_of(models[template])
+    changes = layer_changes(recipe, models, template)
     rows = _vocabulary_rows(recipe, models)
     if rows is not None:
-        changes += [(k, rows) for k in _places(config, ("vocab_size",)) if _at(config, k) != rows]
+        changes += [
+            (k, rows) for k in config_places(config, ("vocab_size",)) if at_place(config, k) != rows
+        ]
     if _must_untie(recipe, models, config):
-        places = dict.fromkeys(("tie_word_embeddings", *_places(config, ("tie_word_embeddings",))))
+        places = dict.fromkeys(
+            ("tie_word_embeddings", *config_places(config, ("tie_word_embeddings",)))
+        )
         changes += [(place, False) for place in places]
     stale = stale_settings(recipe, models, models[template].checkpoint)
     return changes + [(place, None) for place in stale]
-
-
-def _parsed(model: Model) -> dict[str, Any]:
-    where = f"{model.checkpoint.root}, config.json"
-    return load_object(model.checkpoint.config or "{}", where, "A model's config")
-
-
-def _places(config: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
-    """Dotted places of the keys: in the config itself and in its text part, which may repeat it."""
-    part = config.get("text_config")
-    inner = [f"text_config.{k}" for k in keys if isinstance(part, dict) and k in part]
-    return [k for k in keys if k in config] + inner
-
-
-def _depth_places(config: Mapping[str, Any], stack: str) -> list[str]:
-    """Where a config states the number of layers of a stack.
-
-    A part of a config may leave it out, where it is what its class assumes.
-    """
-    tower = _TOWER.search(stack)
-    name = "text_config" if tower is None else "audio_config" if tower[1] else "vision_config"
-    part = config.get(name)
-    if tower is not None:
-        stated = [f"{name}.{k}" for k in _TOWER_KEYS if isinstance(part, dict) and k in part]
-    elif any(key in config for key in _DECODER_KEYS):
-        keys = _DECODER_KEYS if "decoder" in stack else _ENCODER_KEYS
-        stated = [key for key in keys if key in config]
-    else:
-        stated = _places(config, _LAYER_KEYS)
-    return stated or ([f"{name}.num_hidden_layers"] if isinstance(part, dict) else [])
-
-
-def _at(config: Mapping[str, Any], place: str) -> Any:
-    """What a config has at a dotted place, None if nothing."""
-    *above, last = place.split(".")
-    for key in above:
-        config = config[key]
-    return config.get(last)
-
-
-def _per_layer_lists(
-    config: Mapping[str, Any], recipe: Recipe, models: Sequence[Model], stack: str
-) -> list[tuple[str, ConfigValue]]:
-    """`layer_types` has an entry per layer of the stack: that of the layer it was made from."""
-    type_by_layer: dict[int, str] = {}
-    for t in recipe.tensors:
-        layer = layer_index(t.name)
-        source = t.base or (t.inputs[0] if t.inputs else None)
-        if layer_stack(t.name) != stack or layer is None or layer in type_by_layer or not source:
-            continue
-        kinds = _layer_types(models[source.model])
-        source_layer = layer_index(source.tensor)
-        if source_layer is not None and source_layer < len(kinds):
-            type_by_layer[layer] = kinds[source_layer]
-    types = tuple(type_by_layer[k] for k in sorted(type_by_layer))
-    return [(place, types) for place in _places(config, ("layer_types",)) if types]
-
-
-def _layer_types(model: Model) -> list[str]:
-    config = _parsed(model)
-    for place in _places(config, ("layer_types",)):
-        kinds = _at(config, place)
-        if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
-            raise CheckpointError(
-                "A model's config is not valid",
-                where=f"{model.checkpoint.root}/config.json, {place}",
-                expected="a list of texts, one per layer",
-                found=repr(kinds)[:80],
-                next_step="correct config.json, or get the model again",
-            )
-        return kinds
-    return []
 
 
 def _vocabulary_rows(recipe: Recipe, models: Sequence[Model]) -> int | None:
@@ -265,4 +181,4 @@ def _must_untie(recipe: Recipe, models: Sequence[Model], config: Mapping[str, An
     if not has_head or config.get("tie_word_embeddings") is False:
         return False
     used = {i.model for t in recipe.tensors for i in t.inputs}
-    return any(_parsed(models[m]).get("tie_word_embeddings") is False for m in used)
+    return any(config_of(models[m]).get("tie_word_embeddings") is False for m in used)

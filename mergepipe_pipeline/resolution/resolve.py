@@ -24,10 +24,10 @@ from mergepipe_pipeline.recipe.schema import known_strategy
 from mergepipe_pipeline.resolution.architectures import mixed_architectures
 from mergepipe_pipeline.resolution.cost import Cost, estimate
 from mergepipe_pipeline.resolution.grid import grid_for
+from mergepipe_pipeline.resolution.layer_config import depth_of
 from mergepipe_pipeline.resolution.left_out import without
 from mergepipe_pipeline.resolution.locate import exists
 from mergepipe_pipeline.resolution.model_files import (
-    depth_of,
     side_of,
     template_of,
     without_tokenizer,

@@ -67,7 +67,7 @@ def config_json(
         if value is None:
             part.pop(key, None)
         else:
-            part[key] = list(value) if isinstance(value, tuple) else value
+            part[key] = value
     return json_bytes(config)
 
 

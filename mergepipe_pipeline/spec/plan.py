@@ -27,8 +27,8 @@ from mergepipe_pipeline.spec.view import TensorView
 ENGINE_VERSION = "4"
 
 
-#: What may be set in a config.json; None takes the key away.
-ConfigValue = int | bool | str | tuple[str, ...] | None
+#: What may be set in a config.json, a JSON value; None takes the key away.
+ConfigValue = int | bool | str | list[Any] | dict[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,8 +40,8 @@ def plan_from_json(value: dict[str, Any]) -> MergePlan:
 
 def _side(value: dict[str, Any]) -> SideFiles:
     files = value["files"]
-    config = ((k, tuple(v) if isinstance(v, list) else v) for k, v in value["config"])
-    return SideFiles(value["template"], tuple(config), None if files is None else _pairs(files))
+    config = tuple((place, v) for place, v in value["config"])
+    return SideFiles(value["template"], config, None if files is None else _pairs(files))
 
 
 def _layer(value: dict[str, Any]) -> LayerTask:
