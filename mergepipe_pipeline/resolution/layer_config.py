@@ -235,10 +235,9 @@ class _Stack:
         """What the rules of the models' classes ask for, by key."""
         rules = {m: dict(part.rules or {}) for m, part in self.parts.items()}
         own = dict(self.own.rules or {})
-        parts = (*self.parts.values(), self.own)
-        for key in NUMBERED_KEYS:
-            if key not in own and all(isinstance(p.values.get(key), list) for p in parts):
-                for known in (own, *rules.values()):
+        for key in NUMBERED_KEYS if self.own.rules is None else ():
+            for part, known in ((self.own, own), *((self.parts[m], rules[m]) for m in rules)):
+                if isinstance(part.values.get(key), list):
                     known[key] = numbered(key)
         changes: dict[str, ConfigValue] = {}
         for topic in dict.fromkeys(t for known in (own, *rules.values()) for t in known):
@@ -247,7 +246,9 @@ class _Stack:
             rule = own.get(topic)
             if rule is None and all(kind == wanted[0] for kind in wanted):
                 continue
-            change = None if rule is None else self._saying(rule, changes, wanted)
+            change = (
+                self._saying(rule, changes, wanted) if rule and _UNKNOWN not in wanted else None
+            )
             if change is None:
                 untold = [m for m, known in kinds.items() if known is None and topic in rules[m]]
                 raise self._unsayable(topic, untold, rule)

@@ -38,9 +38,7 @@ def listed(key: str, derived: Kinds) -> Rule:
 
     def kinds(config: Config, n: int) -> list[Any] | None:
         stored = config.get(key)
-        return (
-            list(stored[:n]) if isinstance(stored, list | tuple) and stored else derived(config, n)
-        )
+        return stored if isinstance(stored, list) and stored else derived(config, n)
 
     return Rule(kinds, lambda config, wanted: [{key: list(wanted)}], f"what `{key}` can say")
 
@@ -293,11 +291,12 @@ RULES: dict[str, dict[str, Rule]] = {
         )
     },
     "evolla": {"layers": _all_in_place()},
+    "exaone_moe": {"layer_types": _every("sliding_window_pattern", 4)},
     "exaone4": {"layer_types": _every("sliding_window_pattern", 4)},
     "gemma2": {"layer_types": _every(2)},
     "gemma3_text": {"layer_types": _every("sliding_window_pattern", 6)},
-    "gemma3n_text": {"layer_types": _every(5), "layers": _all_in_place()},
-    "gemma4_text": {"layer_types": _gemma4(), "layers": _all_in_place(_has_tables)},
+    "gemma3n_text": {"layers": _all_in_place(), "layer_types": _every(5)},
+    "gemma4_text": {"layers": _all_in_place(_has_tables), "layer_types": _gemma4()},
     "glm4_moe": _DENSE_FIRST,
     "glm4v_moe_text": _DENSE_FIRST,
     "gpt2": {"layers": _in_place(lambda c: c.get("scale_attn_by_inverse_layer_idx", False))},
@@ -316,7 +315,10 @@ RULES: dict[str, dict[str, Rule]] = {
         "layer_types": _periodic("attn_layer_period", "attn_layer_offset", (8, 4)),
         "mlp_layer_types": _periodic("expert_layer_period", "expert_layer_offset", (2, 1)),
     },
-    "lfm2": {"layer_types": listed("layer_types", _lfm2)},
+    "lfm2": {
+        "full_attn_idxs": numbered("full_attn_idxs", lambda c, n: range(n)),
+        "layer_types": listed("layer_types", _lfm2),
+    },
     "lfm2_moe": {"mlp_layer_types": _prefix("num_dense_layers", 2)},
     "llama4_text": {
         "no_rope_layers": _no_rope(4),
@@ -413,7 +415,7 @@ _STORED = {
     "layer_rope_theta": ("muse_glimmer_text", "muse_spark_text"),
     "layer_types": (
         *("bailing_hybrid", "beam", "cohere2_moe", "deepseek_v4", "diffusion_gemma_text"),
-        *("dots3_note_text", "embedding_gemma2_text", "exaone_moe", "flint", "gemma4_unified_text"),
+        *("dots3_note_text", "embedding_gemma2_text", "flint", "gemma4_unified_text"),
         *("glm5_next_text", "inkling2_text", "inkling_text", "kimi_linear", "kolibri1", "lfm3"),
         *("mimo_v2_flash", "minimax_m3_vl_text", "muse_glimmer_text", "muse_spark_text", "neomme"),
         *("qwen4_exp_text", "step3p5", "t5gemma2_decoder", "t5gemma2_text", "ultrabert"),
@@ -429,7 +431,7 @@ for _key, _classes in _STORED.items():
 RULES["flint"]["experts"] = _sparse((0, 1))
 RULES["gemma4_unified_text"]["layers"] = _all_in_place(_has_tables)
 
-#: Lists of layers' numbers, whichever class has them.
+#: Lists of layers' numbers in classes that have no rules.
 NUMBERED_KEYS = (
     *("attn_layer_indices", "full_attn_idxs", "local_layer_ids", "mlp_only_layers", "moe_layers"),
 )
