@@ -102,6 +102,16 @@ def depth_of(model: Model) -> int | None:
     return next((n for n in depths if isinstance(n, int) and n > 0), None)
 
 
+def kinds_of(model: Model) -> dict[str, Sequence[Any]]:
+    """What the layers of a model's text are, by what is chosen; only what rules of its class tell.
+
+    Raises CheckpointError for a config that is not valid.
+    """
+    part = _layers_of(model, "")
+    kinds = {topic: _kinds(part, rule) for topic, rule in (part.rules or {}).items()}
+    return {topic: known for topic, known in kinds.items() if known}
+
+
 def layer_changes(
     recipe: Recipe, models: Sequence[Model], template: int
 ) -> list[tuple[str, ConfigValue]]:

@@ -249,7 +249,7 @@ def _deepstack(config: Config, i: int) -> int:
 def _steps(config: Config, i: int) -> Any:
     """Which layers of an encoder and a decoder have experts, whichever of both it is."""
     steps = (config.get("encoder_sparse_step", 0), config.get("decoder_sparse_step", 0))
-    return [(i + 1) % step if step else 0 for step in steps]
+    return tuple((i + 1) % step if step else 0 for step in steps)
 
 
 def _has_tables(config: Config) -> bool:

@@ -21,7 +21,7 @@ from mergepipe_pipeline.planner.plan_builder import Side
 from mergepipe_pipeline.recipe.budget import parse_budget, with_amount
 from mergepipe_pipeline.recipe.parse import ParsedRecipe, resolve_recipe
 from mergepipe_pipeline.recipe.schema import known_strategy
-from mergepipe_pipeline.resolution.architectures import mixed_architectures
+from mergepipe_pipeline.resolution.alike import compute_alike
 from mergepipe_pipeline.resolution.cost import Cost, estimate
 from mergepipe_pipeline.resolution.grid import grid_for
 from mergepipe_pipeline.resolution.layer_config import depth_of
@@ -159,7 +159,7 @@ def resolve_stage(
         _refuse_away(models, pending)
     template = fitted.models[fitted.side.template]
     warnings = [*recipe.warnings, *fitted.warnings, *tied_updates(models, recipe.base)]
-    warnings += [*_no_config(template), *mixed_architectures(models)]
+    warnings += [*_no_config(template), *compute_alike(recipe, models, fitted.side.template)]
     warnings += [
         f"{place} leaves config.json: nothing in the result is quantised"
         for place, value in fitted.side.config
