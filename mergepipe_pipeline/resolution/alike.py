@@ -36,8 +36,12 @@ _HEADS = (
 _WIDTHS, _HEAD_SIZES = ("hidden_size", "n_embd", "d_model", "dim"), ("head_dim", "d_kv")
 #: Values that say what a config without the key says, whatever the class.
 _DEFAULTS = {
-    "rope_scaling": "default", "use_sliding_window": False, "scale_attn_weights": True,
-    "alibi": False, "position_embedding_type": "absolute", "use_bidirectional_attention": False,
+    "rope_scaling": "default",
+    "use_sliding_window": False,
+    "scale_attn_weights": True,
+    "alibi": False,
+    "position_embedding_type": "absolute",
+    "use_bidirectional_attention": False,
 }
 #: Classes whose rope has this theta where their config has none.
 _THETA = 10000.0
@@ -60,9 +64,10 @@ def compute_alike(recipe: Recipe, models: Sequence[Model], template: int) -> lis
     Raises IncompatibleCheckpointsError where equal tensors are cut into heads of other sizes,
     CheckpointError for a config that is not valid.
     """
-    used = {t.base.model for t in recipe.tensors if t.base} | {template}
+    used = {t.base.model for t in recipe.tensors if t.base}
     used |= {i.model for t in recipe.tensors for i in t.inputs}
-    whole = [models[m] for m in sorted(used) if not models[m].is_partial]
+    order = [template, *sorted(used - {template})]
+    whole = [models[m] for m in order if not models[m].is_partial]
     whole = [model for model in whole if model.checkpoint.config]
     names = [model.name for model in whole]
     parts = [dict(_parts(config_of(model))) for model in whole]

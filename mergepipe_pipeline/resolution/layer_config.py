@@ -124,9 +124,29 @@ def layer_changes(
     changes: list[tuple[str, ConfigValue]] = []
     for stack, n in recipe.sliced:
         depths = _depth_places(config, stack)
+        if not depths:
+            _refuse_unknown_part(models[template], config, stack, n)
         changes += [(place, n) for place in depths if at_place(config, place) != n]
         changes += _Stack.of(recipe, models, template, stack, n).changes()
     return changes
+
+
+def _refuse_unknown_part(model: Model, config: Mapping[str, Any], stack: str, n: int) -> None:
+    """Raise IncompatibleCheckpointsError where a part that is not known states the depth."""
+    parts = [
+        name
+        for name, part in config.items()
+        if isinstance(part, dict) and any(key in part for key in _LAYER_KEYS)
+    ]
+    counted = stack_counts(model.views).get(stack)
+    if parts and n != counted:
+        raise IncompatibleCheckpointsError(
+            "The number of layers is stated in a part of the config that is not known",
+            where=f"{model.checkpoint.root}, config.json",
+            expected=f"the depth of `{stack}` in the config itself or in text_config",
+            found=f"parts {', '.join(parts)}"[:160],
+            next_step=f"choose slices of {counted} layers in all",
+        )
 
 
 def _depth_places(config: Mapping[str, Any], stack: str) -> list[str]:
@@ -295,6 +315,8 @@ class _Stack:
             for key, neutral in CHOOSING_KEYS.items():
                 value = part.values.get(key)
                 if value is None or value in neutral or _entries(part, key) is not None:
+                    continue
+                if key == "max_window_layers" and not part.values.get("use_sliding_window"):
                     continue
                 raise IncompatibleCheckpointsError(
                     "Layers cannot change places: their numbers choose what they are",

@@ -62,6 +62,14 @@ MAMBA = {"mamba_d_state": 4, "mamba_d_conv": 2, "mamba_expand": 2}
 PRUNED, TURNED = [0, 1, 3, 4, 5], [3, 4, 5, 0, 1, 1, 2]
 #: A model's type, its numbers, and the keys that its config on the hub does not have.
 MODELS: dict[str, tuple[str, Mapping[str, Any], tuple[str, ...]]] = {
+    "bamba": (
+        "bamba",
+        {
+            "attn_layer_indices": [1, 4], "mamba_n_heads": 4, "mamba_d_head": 16,
+            "mamba_n_groups": 1, "mamba_d_state": 4, "mamba_chunk_size": 8,
+        },
+        (),
+    ),
     "cohere2": ("cohere2", WINDOW | {"sliding_window_pattern": 3}, ("layer_types",)),
     "deepseek": ("deepseek_v3", LATENT | {"first_k_dense_replace": 2}, ()),
     "ernie": ("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16}, ()),
@@ -95,6 +103,7 @@ MODELS: dict[str, tuple[str, Mapping[str, Any], tuple[str, ...]]] = {
         },
         (),
     ),
+    "granite_swa": ("granite_swa", WINDOW, ("layer_types",)),
     "jamba": (
         "jamba",
         MAMBA
@@ -208,10 +217,12 @@ def reordered(path: Path, order: Sequence[int]) -> torch.Tensor:
             if hasattr(part, "layer_idx"):
                 part.layer_idx = place
     config = model.config
-    for key in ("layer_types", "layers_block_type"):
-        kinds = getattr(config, key, None)
-        if kinds and key in vars(config):
+    for key in ("layer_types", "layers_block_type", "layer_rope_theta"):
+        kinds = vars(config).get(key)
+        if kinds:
             object.__setattr__(config, key, [kinds[i] for i in order])
+    if chosen := vars(config).get("attn_layer_indices"):
+        config.attn_layer_indices = [place for place, i in enumerate(order) if i in chosen]
     object.__setattr__(config, "num_hidden_layers", len(order))
     return logits(model)
 
@@ -307,6 +318,7 @@ def config_of(home: Warehouse, text: str) -> dict[str, Any]:
         ({"model_type": "kolibri1"}, "save it again: it then lists `layer_types`"),
         ({"model_type": "kimi_k2", "first_k_dense_replace": 1}, "take the key out of config.json"),
         ({"sliding_window_pattern": 6}, "take the key out of config.json"),
+        ({"max_window_layers": 2, "use_sliding_window": True}, "take the key out of config.json"),
     ],
 )
 def test_what_no_config_says_of_moved_layers_is_refused_with_a_step(
@@ -383,3 +395,12 @@ def test_the_text_part_of_a_model_that_sees_is_what_slices_change(
     kinds = ["full_attention", "full_attention", "sliding_attention"]
     assert config["text_config"] == text | {"num_hidden_layers": 3, "layer_types": kinds}
     assert config["vision_config"] == stated["vision_config"]
+
+
+def test_a_depth_in_a_part_that_is_not_known_is_refused(home: Warehouse, tmp_path: Path) -> None:
+    source = plain(tmp_path / "a", num_hidden_layers=4)
+    stated = {"model_type": "mine", "llm_config": {"num_hidden_layers": 4}}
+    (source / "config.json").write_text(json.dumps(stated))
+    with pytest.raises(IncompatibleCheckpointsError, match="parts llm_config"):
+        resolve(home, parse(stacked(source, [0, 1, 3]), name="t", where="t"))
+    assert config_of(home, stacked(source, [3, 2, 1, 0])) == stated
