@@ -65,8 +65,12 @@ MODELS: dict[str, tuple[str, Mapping[str, Any], tuple[str, ...]]] = {
     "bamba": (
         "bamba",
         {
-            "attn_layer_indices": [1, 4], "mamba_n_heads": 4, "mamba_d_head": 16,
-            "mamba_n_groups": 1, "mamba_d_state": 4, "mamba_chunk_size": 8,
+            "attn_layer_indices": [1, 4],
+            "mamba_n_heads": 4,
+            "mamba_d_head": 16,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 4,
+            "mamba_chunk_size": 8,
         },
         (),
     ),
