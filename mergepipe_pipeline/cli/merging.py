@@ -84,7 +84,7 @@ def check(console: Console, recipe: str, **planning: Any) -> None:
     *before, last = (_stage_json(*stage) for stage in stages)
     estimates = [asdict(p) for p in checked.estimates]
     shown = {**last, "time": checked.forecast.to_json(), "pack_estimates": estimates}
-    shown["egress"] = [asdict(e) for e in checked.egress]
+    shown["egress"], shown["when"] = [asdict(e) for e in checked.egress], checked.when
     if before:
         shown["stages"] = [*before, last]
     lines = [line for stage in stages for line in _stage_lines(*stage)]
@@ -95,6 +95,7 @@ def check(console: Console, recipe: str, **planning: Any) -> None:
         *egress_lines(checked.egress, "  download            "),
         *estimate_lines(checked.estimates, "  packs               "),
         *selected_lines(checked.stages[-1].request.selected),
+        f"  standing pipeline   {checked.when}",
     )
 
 

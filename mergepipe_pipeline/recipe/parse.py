@@ -195,7 +195,7 @@ def _parsed_recipe(
         seed=yaml.seed,
         ref=_ref(yaml, name, document.problems),
         schedule=yaml.schedule or (DEFAULT_SCHEDULE if yaml.trigger == "nightly" else None),
-        trigger=yaml.trigger,
+        trigger=yaml.trigger or ("nightly" if yaml.schedule else "change"),
         timezone=yaml.timezone,
         block_elems=yaml.block_size,
         tokenizer=keys.tokenizer,

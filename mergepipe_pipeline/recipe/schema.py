@@ -193,7 +193,7 @@ class RecipeYaml(_Strict):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     ref: Ref | None = None
     schedule: Annotated[str, AfterValidator(_schedule)] | None = None
-    trigger: Annotated[str, AfterValidator(_trigger)] = TRIGGERS[0]
+    trigger: Annotated[str, AfterValidator(_trigger)] | None = None
     timezone: Annotated[str, AfterValidator(_timezone)] = "UTC"
     block_size: Annotated[int, AfterValidator(_block_size)] | None = None
 

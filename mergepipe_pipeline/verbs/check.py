@@ -6,11 +6,13 @@ What packs of analysed experts would take is estimated besides, from some chunks
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Unpack
 
 from mergepipe_pipeline.execution.egress import egress_of_recipe
 from mergepipe_pipeline.facts.pack_estimate import PackEstimate
 from mergepipe_pipeline.facts.packs import PackedCost
+from mergepipe_pipeline.recipe.cron import when_merged
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.resolve import Planning, ResolvedRecipe, resolve
 from mergepipe_pipeline.timing.forecast import Forecast, forecast, packed_of
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 class Check:
     """A recipe that can run: its stages, the last one last, and how long it will take here.
 
+    `when` says in words when the standing pipeline merges it.
     `packed` says of each stage what its experts' packs spare, None without packs. `estimates` say
     about what packs of analysed experts would take and save, where they have none. `egress` says
     what the last stage fetches from addresses.
@@ -34,6 +37,7 @@ class Check:
     stages: tuple[ResolvedRecipe, ...]
     forecast: Forecast
     packed: tuple[PackedCost | None, ...]
+    when: str
     estimates: tuple[PackEstimate, ...] = ()
     egress: tuple[Egress, ...] = ()
 
@@ -56,4 +60,6 @@ def check(warehouse: Warehouse, parsed: ParsedRecipe, **planning: Unpack[Plannin
     packed = tuple(packed_of(warehouse, stage) for stage in stages)
     estimates = {p.name: p for stage in stages for p in estimates_of_recipe(warehouse, stage)}
     egress = egress_of_recipe(warehouse, last)
-    return Check(stages, forecast(warehouse, last), packed, tuple(estimates.values()), egress)
+    when = when_merged(parsed.trigger, parsed.schedule, parsed.timezone, datetime.now(UTC))
+    told = forecast(warehouse, last)
+    return Check(stages, told, packed, when, tuple(estimates.values()), egress)

@@ -57,6 +57,16 @@ def test_merge_prints_every_promised_figure(cli: Callable[..., Any], recipe: Pat
     assert cli("merge", recipe).keys() >= KEYS
 
 
+def test_check_says_when_the_standing_pipeline_merges_a_recipe(
+    cli: Callable[..., Any], recipe: Path
+) -> None:
+    assert cli("check", recipe)["when"] == "merged whenever an expert or the recipe changes"
+    recipe.write_text(recipe.read_text() + "schedule: '0 3 * * *'\ntimezone: Europe/Berlin\n")
+    assert cli("check", recipe)["when"].startswith(
+        "merged by schedule '0 3 * * *' (Europe/Berlin), next at 20"
+    )
+
+
 def test_the_way_from_check_to_rollback(cli: Callable[..., Any], recipe: Path) -> None:
     cost = cli("check", recipe, "--budget", "50%")
     assert cost["budget_bytes"] == cost["expert_bytes_total"] // 2

@@ -188,7 +188,7 @@ def test_the_lineage_of_a_recipe_names_exactly_its_checkpoints(
 def test_only_recipes_that_ask_have_a_schedule_at_their_own_time(
     home: Warehouse, released: Ticker
 ) -> None:
-    extra = 'schedule: "15 2 * * *"\ntimezone: Europe/Berlin\n'
+    extra = 'trigger: change\nschedule: "15 2 * * *"\ntimezone: Europe/Berlin\n'
     write_recipe(home, "a", ["expert_00", "expert_01"], extra)
     assert released.tick() == []
     schedules = build_definitions(home).get_repository_def().schedule_defs
@@ -212,10 +212,12 @@ def test_nightly_recipes_wait_for_the_night_and_manual_ones_for_a_person(
         drop(name)
     write_recipe(home, "m", ["expert_00"], "trigger: manual\n")
     write_recipe(home, "n", ["expert_00"], "trigger: nightly\n")
+    write_recipe(home, "s", ["expert_00"], "schedule: '0 3 * * *'\n")
     assert [r["partition"] for r in ticker.tick()] == ["base", "expert_00"]
     said = ticker.reasons()[1]
     assert "m: it is to be merged, which its trigger leaves to a person" in said
-    assert "n: it is to be merged, which its trigger leaves to its schedule" in said
+    for name in ("n", "s"):
+        assert f"{name}: it is to be merged, which its trigger leaves to its schedule" in said
     repository = build_definitions(home).get_repository_def()
     with (
         dg.DagsterInstance.local_temp(str(tmp_path)) as kept,
@@ -223,9 +225,21 @@ def test_nightly_recipes_wait_for_the_night_and_manual_ones_for_a_person(
             instance=kept, resources={"mergepipe": MergePipe(home=str(home.root))}
         ) as context,
     ):
-        tick = repository.get_schedule_def("nightly_merge_n").evaluate_tick(context)
-    (asked,) = tick.run_requests or ()
-    assert asked.tags["mergepipe/attempt"] == "1"
+        for name in ("n", "s"):
+            tick = repository.get_schedule_def(f"nightly_merge_{name}").evaluate_tick(context)
+            (asked,) = tick.run_requests or ()
+            assert asked.tags["mergepipe/attempt"] == "1"
+
+
+def test_a_recipe_that_names_a_schedule_and_a_trigger_is_merged_by_day_and_by_night(
+    home: Warehouse, ticker: Ticker, drop: Drop
+) -> None:
+    for name in ("base", "expert_00"):
+        drop(name)
+    write_recipe(home, "b", ["expert_00"], "trigger: change\nschedule: '0 3 * * *'\n")
+    assert ticker.tick()[-1]["job"] == "merge_b"
+    schedules = build_definitions(home).get_repository_def().schedule_defs
+    assert "nightly_merge_b" in {s.name for s in schedules}
 
 
 def test_a_tick_tells_of_the_first_that_wait_and_counts_the_rest(

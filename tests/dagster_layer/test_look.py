@@ -100,7 +100,8 @@ def test_a_schedule_that_finds_nothing_to_merge_confirms_the_release(
 ) -> None:
     for name in ("base", "expert_00"):
         drop(name)
-    home.recipe_path("a").write_text(sum_of("base", "expert_00") + "schedule: '30 2 * * *'\n")
+    when = "trigger: change\nschedule: '30 2 * * *'\n"
+    home.recipe_path("a").write_text(sum_of("base", "expert_00") + when)
     assert jobs(ticker.tick())[-1] == "merge_a"
     schedule = build_definitions(home).get_repository_def().get_schedule_def("nightly_merge_a")
     resources = {"mergepipe": MergePipe(home=str(home.root))}

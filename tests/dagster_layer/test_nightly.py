@@ -54,7 +54,7 @@ def test_a_night_that_passed_without_a_daemon_is_merged_when_one_starts(
     daemon = daemon_of_indexed(home, drop)
     recipe = sum_of("base", "expert_00")
     cron = f"{time.gmtime(time.time() - 60).tm_min} * * * *"  # once, while no daemon ran
-    home.recipe_path("n").write_text(f"{recipe}trigger: nightly\nschedule: '{cron}'\n")
+    home.recipe_path("n").write_text(f"{recipe}schedule: '{cron}'\n")
     home.recipe_path("m").write_text(f"{recipe}trigger: manual\n")
     state = sleep_through(daemon, "nightly_merge_n", cron, 180)
     started = time.time()

@@ -99,7 +99,8 @@ def test_every_key_of_our_own_is_read() -> None:
     )
     assert raw.budget == Budget(fraction=0.25)
     assert (raw.strategy, raw.seed, raw.ref) == ("full", 7, "prod-7.b_x")
-    assert (raw.schedule, raw.block_elems) == ("*/5 1-3 1,15 * 0", 65536)
+    assert (raw.schedule, raw.trigger) == ("*/5 1-3 1,15 * 0", "nightly")
+    assert raw.block_elems == 65536
     assert (raw.dtype, raw.out_dtype) == ("BF16", "F16")
 
 
@@ -125,6 +126,20 @@ def test_a_trigger_that_makes_no_sense_is_refused(text: str, told: str) -> None:
 def test_a_nightly_recipe_has_a_schedule_in_its_time_zone() -> None:
     raw = parse(SMALL + "trigger: nightly\ntimezone: Europe/Berlin\n")
     assert (raw.schedule, raw.timezone) == ("0 3 * * *", "Europe/Berlin")
+
+
+@pytest.mark.parametrize(
+    ("text", "trigger"),
+    [
+        ("", "change"),
+        ("schedule: 0 3 * * *\n", "nightly"),
+        ("schedule: 0 3 * * *\ntrigger: change\n", "change"),
+        ("schedule: 0 3 * * *\ntrigger: nightly\n", "nightly"),
+        ("trigger: manual\n", "manual"),
+    ],
+)
+def test_a_recipe_that_names_a_schedule_alone_is_left_to_it(text: str, trigger: str) -> None:
+    assert parse(SMALL + text).trigger == trigger
 
 
 def test_out_dtype_is_dtype_unless_it_is_given() -> None:

@@ -81,7 +81,7 @@ def fill(home: Warehouse, nan: str = NAN) -> None:
         if name == "broken":
             tensors[nan][0, 0] = float("nan")
         write_model(home.inbox / name, tensors, **SIZE)
-    _write_recipe(home, "assistant", ("math", "code"), 'schedule: "30 2 * * *"\n')
+    _write_recipe(home, "assistant", ("math", "code"), 'trigger: change\nschedule: "30 2 * * *"\n')
     idle = json.dumps([{"filter": f"{nan}!", "value": 1}, {"value": 0.5}])
     _write_recipe(home, "nightly_bad", ("math", "broken"), density=idle)
 
