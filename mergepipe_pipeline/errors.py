@@ -229,9 +229,15 @@ class ResourceError(MergePipeError):
 
 
 class EvaluationError(MergePipeError):
-    """An evaluator fails, or does not give what a gate asks for."""
+    """An evaluator cannot be run, fails, or takes too long."""
 
     exit_code = 27
+
+
+class MetricsError(EvaluationError):
+    """An evaluator ends well and prints no metrics, or not those that a gate asks for."""
+
+    exit_code = 33
 
 
 class GateError(MergePipeError):

@@ -21,6 +21,7 @@ from mergepipe_pipeline.errors import (
     IncompatibleCheckpointsError,
     InputChangedError,
     MergePipeError,
+    MetricsError,
     OperatorError,
     RecipeError,
     RemoteError,
@@ -54,6 +55,7 @@ _LASTING: tuple[type[MergePipeError], ...] = (
     BudgetError,
     OperatorError,
     GateError,
+    MetricsError,
 )
 _LASTING_NAMES = frozenset(c.__name__ for c in _LASTING)
 #: Errors that say nothing about recipe and inputs. An input that changed under a run is none of

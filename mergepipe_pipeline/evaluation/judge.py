@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from decimal import Decimal
 
-from mergepipe_pipeline.errors import EvaluationError
+from mergepipe_pipeline.errors import MetricsError
 from mergepipe_pipeline.spec.evaluation import (
     RELATIVE,
     Evaluation,
@@ -20,7 +20,7 @@ def judge(gate: Gate, candidate: Evaluation, live: Evaluation | None) -> Verdict
 
     Absolute ones tell the live value, too, where it is known.
 
-    Raises EvaluationError for a metric that an evaluation does not give.
+    Raises MetricsError for a metric that an evaluation does not give.
     """
     findings = tuple(_finding(t, candidate, live) for t in gate.thresholds)
     return Verdict(candidate.snapshot_id, None if live is None else live.snapshot_id, findings)
@@ -37,7 +37,7 @@ def _finding(threshold: Threshold, candidate: Evaluation, live: Evaluation | Non
 
 def _metric(name: str, evaluation: Evaluation) -> float:
     if name not in evaluation.metrics:
-        raise EvaluationError(
+        raise MetricsError(
             "A gate asks for a metric that its evaluator does not give",
             where=f"gate.{name}, snapshot {evaluation.snapshot_id}",
             expected=f"one of {', '.join(evaluation.metrics)}",

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from mergepipe_pipeline.digest import sha256_hex
-from mergepipe_pipeline.errors import EvaluationError
+from mergepipe_pipeline.errors import EvaluationError, MetricsError
 from mergepipe_pipeline.evaluation.child import Ended, refuse_abandoned, run_child
 from mergepipe_pipeline.evaluation.identity import command_of, environment_of, evaluator_id
 from mergepipe_pipeline.evaluation.metrics import NoMetricsError, metrics_of
@@ -37,7 +37,7 @@ def evaluate(
     """What an evaluator says of a snapshot: as it is kept, or measured now (always, if `fresh`).
 
     `folder` is that of the recipe. Raises EvaluationError, naming the log, for an evaluator that
-    fails each time, CorruptionError for a damaged snapshot, and AbandonedError as soon as the
+    fails each time, MetricsError for one that ends well without metrics, CorruptionError for a damaged snapshot, and AbandonedError as soon as the
     descriptor `stop` can be read.
     """
     digest = evaluator_id(evaluator, folder)
@@ -89,13 +89,15 @@ def _tries(
         except NoMetricsError as error:
             problem = str(error)
             log += f"\n== {problem}\n".encode()
+        if ended.code == 0:  # it has done its work, and would do the same again
+            break
     path = warehouse.evaluation_path(snapshot.snapshot_id, digest).with_suffix(".failed.log")
     write_atomic(path, log)
-    raise EvaluationError(
+    raise (MetricsError if ended.code == 0 else EvaluationError)(
         f"An evaluator fails: {problem}",
         where=f"{evaluator.label}, of snapshot {snapshot.snapshot_id}",
         expected="exit code 0, and as the last line of standard output a JSON object of numbers",
-        found=f"after {most} attempt{'s' if most > 1 else ''}:\n{_end(ended.output)}",
+        found=f"after {attempt} attempt{'s' if attempt > 1 else ''}:\n{_end(ended.output)}",
         next_step=f"mend it; all that it wrote is in {path}",
     )
 

@@ -92,3 +92,37 @@ def test_an_evaluator_that_failed_for_good_is_asked_again_once_it_is_mended(
     evaluator.write_text(EVALUATOR)
     ((request,), _) = sensor.tick()
     assert request.tags["mergepipe/attempt"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("print('accuracy 0.5')\n", "its last line is no JSON: accuracy 0.5"),
+        ("print('{\"smallest\": 1}')\n", "asks for a metric that its evaluator does not give"),
+    ],
+)
+def test_an_evaluator_that_ends_well_without_what_is_asked_for_is_run_once_until_it_is_mended(
+    home: Warehouse,
+    instance: dg.DagsterInstance,
+    ticker: Ticker,
+    drop: Drop,
+    code: str,
+    told: str,
+) -> None:
+    for name in ("base", "expert_00"):
+        drop(name)
+    ticker.tick()
+    standing(home, "n")
+    evaluator = home.recipes / "eval.py"
+    evaluator.write_text(f"open('calls', 'a').write('x')\n{code}")
+    (run,) = ticker.tick()
+    assert not run["success"]
+    assert told in run["error"]
+    assert ticker.tick() == []
+    (said,) = (r for r in ticker.reasons() if "n: " in r)
+    assert "failing and would again, until the recipe or an input changes" in said
+    assert (home.recipes / "calls").read_text() == "x"
+    assert "n" not in home.refs
+    evaluator.write_text(EVALUATOR)
+    assert jobs(ticker.tick()) == ["merge_n"]
+    assert len(history(home, "n")) == 1

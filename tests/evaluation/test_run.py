@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mergepipe_pipeline.errors import CorruptionError, EvaluationError
+from mergepipe_pipeline.errors import CorruptionError, EvaluationError, MetricsError
 from mergepipe_pipeline.evaluation.child import AbandonedError
 from mergepipe_pipeline.evaluation.run import evaluate
 from mergepipe_pipeline.evaluation.store import evaluations_of
@@ -118,6 +118,18 @@ def test_what_fails_is_tried_again_as_often_as_the_recipe_says(
     (folder / "calls").write_text("0")
     assert evaluate(home, snapshot, Evaluator(SCRIPT.command, retries=2), folder).metrics
     assert calls(folder) == 3
+
+
+def test_an_evaluator_that_ends_well_without_metrics_fails_and_is_not_run_again(
+    home: Warehouse, snapshot: Snapshot, folder: Path, script: Write
+) -> None:
+    script(COUNTS.replace("print('{", "print('accuracy: {"))
+    with pytest.raises(MetricsError, match="its last line is no JSON") as caught:
+        evaluate(home, snapshot, Evaluator(SCRIPT.command, retries=2), folder)
+    assert "after 1 attempt:" in str(caught.value)
+    assert 'accuracy: {"files": 5}' in str(caught.value)
+    assert calls(folder) == 1
+    assert evaluations_of(home, snapshot.snapshot_id) == ()
 
 
 def test_a_python_function_is_called_in_a_process_of_its_own(
