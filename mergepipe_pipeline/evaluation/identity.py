@@ -6,30 +6,39 @@ What these files import or read beyond that is not seen: who changes that asks f
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
 from dataclasses import asdict
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import EvaluationError
-from mergepipe_pipeline.spec.evaluation import Evaluator
+from mergepipe_pipeline.spec.evaluation import Evaluator, LmEval
 from mergepipe_pipeline.storage.hashing import file_sha256
 
+#: What the harness reads of a folder of tasks.
+_TASK_FILES = frozenset({".yaml", ".py"})
 #: Changes when the same evaluator would measure something else.
 _VERSION = 1
-_EXTRA = "pip install 'mergepipe-pipeline[demo]'"
+#: The package that a built-in evaluator needs, and the extra that has it.
+_EXTRAS = {"transformers": "demo", "lm_eval": "lm-eval"}
 
 
 def evaluator_id(evaluator: Evaluator, folder: Path) -> str:
     """The first 32 hex digits of the digest of an evaluator whose recipe lies in `folder`.
 
-    Time-out and retries are no part of it. Raises EvaluationError for a file that cannot be read.
+    Time-out and retries are no part of it. Raises EvaluationError for a file that cannot be read,
+    or a package that is not there.
     """
     text = evaluator.perplexity
     said = [evaluator.command, evaluator.python, None if text is None else asdict(text)]
+    if evaluator.lm_eval is not None:
+        _require("lm_eval", evaluator)
+        said += [asdict(evaluator.lm_eval), version("lm_eval")]
     files = []
     for name in _files(evaluator, folder):
         try:
@@ -48,18 +57,13 @@ def command_of(evaluator: Evaluator, folder: Path) -> list[str]:
     if evaluator.python is not None:
         return [*_ours("entry_point"), evaluator.python]
     if (text := evaluator.perplexity) is not None:
-        if find_spec("transformers") is None:
-            raise EvaluationError(
-                "The built-in evaluator needs transformers",
-                where=evaluator.label,
-                expected="the package transformers",
-                found="none",
-                next_step=_EXTRA,
-            )
+        _require("transformers", evaluator)
         if not (folder / text.text).is_file():
             raise _lost(evaluator, folder / text.text, "no such file")
         place = str((folder / text.text).resolve())
         return [*_ours("perplexity"), place, text.field, str(text.max_tokens)]
+    if evaluator.lm_eval is not None:
+        return _harness(evaluator, evaluator.lm_eval, folder)
     program, *arguments = evaluator.command
     if program == "python":
         if arguments and arguments[0][:1] != "-" and not (folder / arguments[0]).is_file():
@@ -69,6 +73,33 @@ def command_of(evaluator: Evaluator, folder: Path) -> list[str]:
     if shutil.which(place) is None:
         raise _lost(evaluator, Path(place), "no such program, or one that may not be executed")
     return [program, *arguments]
+
+
+def _harness(evaluator: Evaluator, chosen: LmEval, folder: Path) -> list[str]:
+    _require("lm_eval", evaluator)
+    options = asdict(chosen)
+    if chosen.include_path is not None:
+        options["include_path"] = str(_tasks(evaluator, folder / chosen.include_path).resolve())
+    return [*_ours("harness"), json.dumps(options)]
+
+
+def _tasks(evaluator: Evaluator, place: Path) -> Path:
+    """The folder of tasks that an evaluator names. Raises EvaluationError if it is none."""
+    if not place.is_dir():
+        raise _lost(evaluator, place, "no such folder")
+    return place
+
+
+def _require(package: str, evaluator: Evaluator) -> None:
+    """Raise EvaluationError where a package that an evaluator is made of is not installed."""
+    if find_spec(package) is None:
+        raise EvaluationError(
+            f"A built-in evaluator needs the package {package}",
+            where=evaluator.label,
+            expected=f"the extra {_EXTRAS[package]}",
+            found="no such package",
+            next_step=f"pip install 'mergepipe-pipeline[{_EXTRAS[package]}]'",
+        )
 
 
 def environment_of(evaluator: Evaluator, snapshot: Path) -> dict[str, str]:
@@ -93,6 +124,10 @@ def _files(evaluator: Evaluator, folder: Path) -> list[str]:
         named = [f"{module}.py", f"{module}/__init__.py"]
     elif evaluator.perplexity is not None:
         return [evaluator.perplexity.text]
+    elif evaluator.lm_eval is not None:
+        tasks = evaluator.lm_eval.include_path
+        places = [] if tasks is None else sorted(_tasks(evaluator, folder / tasks).rglob("*"))
+        named = [str(p.relative_to(folder)) for p in places if p.suffix in _TASK_FILES]
     else:
         program, *named = evaluator.command
         named = [program, *named] if "/" in program else named

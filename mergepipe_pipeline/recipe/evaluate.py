@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from decimal import Decimal
 
 from mergepipe_pipeline.recipe.problems import KeyPath, Problems, shown, suggest
@@ -16,13 +17,15 @@ from mergepipe_pipeline.spec.evaluation import (
     Comparison,
     Evaluator,
     Gate,
+    LmEval,
     Perplexity,
     Threshold,
 )
 
-_KINDS = ("command", "python", "perplexity")
+_KINDS = ("command", "python", "perplexity", "lm_eval")
 _KEYS = (*_KINDS, "timeout", "retries")
 _PERPLEXITY_KEYS = ("text", "field", "max_tokens")
+_LM_EVAL_KEYS = tuple(field.name for field in fields(LmEval))
 _COMPARISONS: tuple[Comparison, ...] = ("min", "max", *RELATIVE)
 #: What the built-in evaluator measures.
 _BUILT_IN = ("perplexity", "loss", "tokens")
@@ -31,7 +34,7 @@ _ON_FAILURE, _AFTER = "on_failure", ("none", "bisect")
 
 _ENTRY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _SHARE = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,12})?)\s*%", re.ASCII)
-_MOST_S, _MOST_RETRIES, _MOST_TOKENS = 7 * 86400, 10, 1 << 40
+_MOST_S, _MOST_RETRIES, _MOST_TOKENS, _MOST_EXAMPLES = 7 * 86400, 10, 1 << 40, 10_000
 
 
 def read_evaluate(value: object, problems: Problems) -> Evaluator | None:
@@ -49,13 +52,14 @@ def read_evaluate(value: object, problems: Problems) -> Evaluator | None:
     command = _command(keys.get("command"), (*path, "command"), problems)
     python = _entry(keys.get("python"), (*path, "python"), problems)
     perplexity = _perplexity(keys.get("perplexity"), (*path, "perplexity"), problems)
+    lm_eval = _lm_eval(keys.get("lm_eval"), (*path, "lm_eval"), problems)
     timeout_s = _between(keys, "timeout", 600, (0, _MOST_S), path, problems)
     retries = _between(keys, "retries", 1, (0, _MOST_RETRIES), path, problems, whole=True)
     if timeout_s == 0:
         problems.add((*path, "timeout"), "expected seconds above 0, found 0")
     if len(problems) > n_before:
         return None
-    return Evaluator(command, python, perplexity, timeout_s, int(retries))
+    return Evaluator(command, python, perplexity, timeout_s, int(retries), lm_eval)
 
 
 def read_gate(value: object, evaluate: object, problems: Problems) -> Gate | None:
@@ -158,6 +162,44 @@ def _perplexity(value: object, path: KeyPath, problems: Problems) -> Perplexity 
             problems.add((*path, key), f"expected {expected}, {_found_clause(text)}")
     most = _between(keys, "max_tokens", 20_000, (2, _MOST_TOKENS), path, problems, whole=True)
     return Perplexity(str(texts.get("text")), str(texts["field"]), int(most))
+
+
+def _lm_eval(value: object, path: KeyPath, problems: Problems) -> LmEval | None:
+    if value is None:
+        return None
+    found = _mapping(value, _LM_EVAL_KEYS, path, problems, "{tasks: [arc_easy], limit: 100}")
+    if found is None:
+        return None
+    keys = {key: item for key, item in found.items() if item is not None}
+    tasks = keys.get("tasks")
+    if not isinstance(tasks, list) or not tasks or not all(isinstance(t, str) and t for t in tasks):
+        problems.add((*path, "tasks"), f"expected a list like [arc_easy], {_found_clause(tasks)}")
+        tasks = []
+    limit = _number(keys.get("limit"))
+    if "limit" in keys and (limit is None or limit <= 0 or (limit > 1 and limit % 1)):
+        text = "expected a number of examples, or a share of them below 1"
+        problems.add((*path, "limit"), f"{text}, {_found_clause(keys['limit'])}")
+    templated = keys.get("apply_chat_template", False)
+    if not isinstance(templated, bool):
+        problems.add(
+            (*path, "apply_chat_template"), f"expected true or false, {_found_clause(templated)}"
+        )
+    for key in ("device", "include_path"):
+        text = keys.get(key, ".")
+        if not isinstance(text, str) or not text or "\0" in text:
+            expected = "a device like cpu or cuda:0" if key == "device" else "a folder of tasks"
+            problems.add((*path, key), f"expected {expected}, {_found_clause(text)}")
+    few = _between(keys, "num_fewshot", -1, (0, _MOST_EXAMPLES), path, problems, whole=True)
+    batch = _between(keys, "batch_size", 1, (1, _MOST_EXAMPLES), path, problems, whole=True)
+    return LmEval(
+        tuple(tasks),
+        limit=limit,
+        num_fewshot=None if few < 0 else int(few),
+        apply_chat_template=bool(templated),
+        batch_size=int(batch),
+        device=str(keys["device"]) if "device" in keys else None,
+        include_path=str(keys["include_path"]) if "include_path" in keys else None,
+    )
 
 
 def _between(

@@ -28,8 +28,25 @@ class Perplexity:
 
 
 @dataclass(frozen=True, slots=True)
+class LmEval:
+    """Tasks of EleutherAI's lm-evaluation-harness, with the options that it gives these names.
+
+    `include_path` is a folder of tasks beside the harness's own; without a `device` it is a GPU
+    where there is one.
+    """
+
+    tasks: tuple[str, ...]
+    limit: float | None = None
+    num_fewshot: int | None = None
+    apply_chat_template: bool = False
+    batch_size: int = 1
+    device: str | None = None
+    include_path: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Evaluator:
-    """What measures a snapshot: one of a command, a Python function (`module:name`), perplexity.
+    """What measures a snapshot: a command, a Python function (`module:name`), perplexity, lm_eval.
 
     Paths are relative to the recipe's file. What fails, or takes longer than `timeout_s` seconds,
     is tried `retries` times more.
@@ -40,12 +57,15 @@ class Evaluator:
     perplexity: Perplexity | None = None
     timeout_s: float = 600.0
     retries: int = 1
+    lm_eval: LmEval | None = None
 
     @property
     def label(self) -> str:
         """The evaluator in a few words."""
         if self.perplexity is not None:
             return f"perplexity of {self.perplexity.text}"
+        if self.lm_eval is not None:
+            return f"lm_eval of {', '.join(self.lm_eval.tasks)}"
         return self.python or " ".join(self.command)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from mergepipe_pipeline.errors import RecipeError
 from mergepipe_pipeline.recipe.parse import ParsedRecipe, parse_recipes
-from mergepipe_pipeline.spec.evaluation import Evaluator, Gate, Perplexity, Threshold
+from mergepipe_pipeline.spec.evaluation import Evaluator, Gate, LmEval, Perplexity, Threshold
 
 MERGE = "merge_method: linear\nmodels: [{model: a, parameters: {weight: 1}}]\n"
 
@@ -39,6 +39,15 @@ def test_a_recipe_without_these_keys_has_neither_evaluator_nor_gate() -> None:
             "{perplexity: {text: n.jsonl, field: body, max_tokens: 9}}",
             Evaluator(perplexity=Perplexity("n.jsonl", "body", 9)),
         ),
+        (
+            "{lm_eval: {tasks: [arc_easy, boolq], limit: 10}, timeout: 60}",
+            Evaluator(lm_eval=LmEval(("arc_easy", "boolq"), limit=10), timeout_s=60),
+        ),
+        (
+            "{lm_eval: {tasks: [a], limit: 0.5, num_fewshot: 0, apply_chat_template: true, "
+            "batch_size: 4, device: cpu, include_path: tasks}}",
+            Evaluator(lm_eval=LmEval(("a",), 0.5, 0, True, 4, "cpu", "tasks")),
+        ),
     ],
 )
 def test_an_evaluator_is_read(written: str, meant: Evaluator) -> None:
@@ -70,7 +79,7 @@ def test_the_last_stage_gives_evaluator_and_gate_of_a_file() -> None:
     ("written", "problem"),
     [
         ("evaluate: eval.py", "evaluate: expected a mapping like"),
-        ("evaluate: {}", "evaluate: expected one of command, python, perplexity, found none"),
+        ("evaluate: {}", "evaluate: expected one of command, python, perplexity, lm_eval, found none"),
         ("evaluate: {comand: [e]}", "evaluate.comand: unknown key `comand`; did you mean"),
         ("evaluate: {command: [e], python: 'a:b'}", "evaluate: expected one of"),
         (
@@ -87,6 +96,24 @@ def test_the_last_stage_gives_evaluator_and_gate_of_a_file() -> None:
         (
             "evaluate: {perplexity: {text: t, max_tokens: 1.5}}",
             "evaluate.perplexity.max_tokens: expected a whole number from 2",
+        ),
+        ("evaluate: {lm_eval: arc_easy}", "evaluate.lm_eval: expected a mapping like {tasks:"),
+        ("evaluate: {lm_eval: {limit: 1}}", "evaluate.lm_eval.tasks: expected a list like"),
+        ("evaluate: {lm_eval: {tasks: []}}", "evaluate.lm_eval.tasks: expected a list like"),
+        (
+            "evaluate: {lm_eval: {tasks: [a], fewshot: 5}}",
+            "evaluate.lm_eval.fewshot: unknown key `fewshot`; did you mean `num_fewshot`?",
+        ),
+        (
+            "evaluate: {lm_eval: {tasks: [a], model_args: x}}",
+            "evaluate.lm_eval.model_args: unknown key `model_args`",
+        ),
+        ("evaluate: {lm_eval: {tasks: [a], limit: 1.5}}", "evaluate.lm_eval.limit: expected a"),
+        ("evaluate: {lm_eval: {tasks: [a], limit: 0}}", "evaluate.lm_eval.limit: expected a"),
+        ("evaluate: {lm_eval: {tasks: [a], device: 0}}", "evaluate.lm_eval.device: expected a"),
+        (
+            "evaluate: {lm_eval: {tasks: [a], apply_chat_template: 1}}",
+            "evaluate.lm_eval.apply_chat_template: expected true or false, found 1",
         ),
         ("evaluate: {command: [e], timeout: 0}", "evaluate.timeout: expected seconds above 0"),
         ("evaluate: {command: [e], timeout: .inf}", "evaluate.timeout: expected seconds from 0"),
