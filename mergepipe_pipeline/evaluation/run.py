@@ -37,8 +37,8 @@ def evaluate(
     """What an evaluator says of a snapshot: as it is kept, or measured now (always, if `fresh`).
 
     `folder` is that of the recipe. Raises EvaluationError, naming the log, for an evaluator that
-    fails each time, MetricsError for one that ends well without metrics, CorruptionError for a damaged snapshot, and AbandonedError as soon as the
-    descriptor `stop` can be read.
+    fails each time, MetricsError for one that ends well without metrics, CorruptionError for a
+    damaged snapshot, and AbandonedError as soon as the descriptor `stop` can be read.
     """
     digest = evaluator_id(evaluator, folder)
     evaluation = None if fresh else kept(warehouse, snapshot.snapshot_id, digest)

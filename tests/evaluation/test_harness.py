@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -56,13 +57,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def recipe(folder: Path, recipe_text: Callable[..., str]) -> Callable[[str], Path]:
+def recipe(folder: Path, family: Path, recipe_text: Callable[..., str]) -> Callable[[str], Path]:
     """A recipe that is measured by the task of its folder, with a gate."""
+    base = shutil.copytree(family / "base", folder / "base")
+    config = base / "tokenizer_config.json"
+    # The harness puts it before a text without any token.
+    config.write_text(json.dumps({**json.loads(config.read_text()), "eos_token": "w0"}))
 
     def build(gate: str) -> Path:
         chosen = "{tasks: [which], limit: 4, device: cpu, include_path: tasks}"
+        text = recipe_text(extra=f"evaluate: {{lm_eval: {chosen}}}\n{gate}\n")
         path = folder / "measured.yml"
-        path.write_text(recipe_text(extra=f"evaluate: {{lm_eval: {chosen}}}\n{gate}\n"))
+        path.write_text(text.replace(str(family / "base"), str(base)))
         return path
 
     return build

@@ -79,7 +79,10 @@ def test_the_last_stage_gives_evaluator_and_gate_of_a_file() -> None:
     ("written", "problem"),
     [
         ("evaluate: eval.py", "evaluate: expected a mapping like"),
-        ("evaluate: {}", "evaluate: expected one of command, python, perplexity, lm_eval, found none"),
+        (
+            "evaluate: {}",
+            "evaluate: expected one of command, python, perplexity, lm_eval, found none",
+        ),
         ("evaluate: {comand: [e]}", "evaluate.comand: unknown key `comand`; did you mean"),
         ("evaluate: {command: [e], python: 'a:b'}", "evaluate: expected one of"),
         (
