@@ -19,10 +19,12 @@ from mergepipe_pipeline.contents.rests import damaged_rest_named
 from mergepipe_pipeline.contents.side_file_digests import refuse_changed_file
 from mergepipe_pipeline.digest import new_hash, sha256_hex
 from mergepipe_pipeline.errors import DamagedLayerError, NotFoundError
+from mergepipe_pipeline.execution.card_facts import card_facts
 from mergepipe_pipeline.execution.plan_leases import staging as staging_of
 from mergepipe_pipeline.snapshots.commit import commit_snapshot, damage_of
 from mergepipe_pipeline.snapshots.marks import Marks
 from mergepipe_pipeline.snapshots.model_folder import (
+    STATED,
     config_json,
     index_json,
     model_card,
@@ -87,7 +89,7 @@ def commit(
         final = warehouse.snapshots / manifest.snapshot_id
         is_new = not final.exists()
         staged = stage_snapshot(
-            staging, manifest, store, written | files, _provenance(plan, realised, times)
+            staging, manifest, store, written | files, _provenance(warehouse, plan, realised, times)
         )
         damage = None if is_new else damage_of(final, staged)
         if is_new or damage:
@@ -204,12 +206,15 @@ def _refuse_changed(
     refuse_changed_file(warehouse, template.checkpoint_id, template.root, stamp, side.sha256)
 
 
-def _provenance(plan: MergePlan, realised: Realised | None, times: Times | None) -> dict[str, Any]:
+def _provenance(
+    warehouse: Warehouse, plan: MergePlan, realised: Realised | None, times: Times | None
+) -> dict[str, Any]:
     """What no id covers: who, when, where, how asked for, what it cost.
 
     `choices`: tensor to [operator, reason], where the method left the operator open.
     """
     chosen = {t.name: [t.operator, t.reason] for lay in plan.layers for t in lay.tasks if t.reason}
+    stated = card_facts(warehouse, plan)
     return {
         "recipe_name": plan.recipe_name,
         "recipe": plan.recipe_text,
@@ -218,6 +223,7 @@ def _provenance(plan: MergePlan, realised: Realised | None, times: Times | None)
         "estimates": asdict(plan.estimates),
         "warnings": list(plan.warnings),
         **({"choices": chosen} if chosen else {}),
+        **({STATED: stated} if stated else {}),
         "realised": realised and asdict(realised),
         "time": times and times.to_json(),
         **({"downloads": downloads} if times and (downloads := times.downloaded()) else {}),

@@ -10,7 +10,7 @@ from mergepipe_pipeline.digest import new_hash, sha256_hex, unseal
 from mergepipe_pipeline.errors import CheckpointError, CorruptionError
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.snapshots.find import read_manifest
-from mergepipe_pipeline.snapshots.model_folder import CARD, MEASURED, RECIPE_FILE
+from mergepipe_pipeline.snapshots.model_folder import CARD, RECIPE_FILE, has_own_card
 from mergepipe_pipeline.snapshots.stage import PROVENANCE
 from mergepipe_pipeline.spec.snapshot import MANIFEST, ShardEntry, Snapshot
 from mergepipe_pipeline.storage.header import LENGTH_NBYTES, header_nbytes, parse_header
@@ -70,8 +70,8 @@ def verify_snapshot(
         if (folder / name).is_file():
             nbytes += _check_side(folder / name, sha256_hex(data))
     for side in manifest.side_files:
-        is_measured = is_copy and side.file == CARD and MEASURED in record
-        nbytes += _check_side(folder / side.file, None if is_measured else side.sha256)
+        is_own = is_copy and side.file == CARD and has_own_card(record)
+        nbytes += _check_side(folder / side.file, None if is_own else side.sha256)
     for shard in manifest.shards:
         if not only_touched or _is_touched(folder, shard):
             verify_shard(folder / shard.file, shard, progress)

@@ -17,7 +17,7 @@ from typing import Any
 
 from mergepipe_pipeline.digest import seal, sha256_hex, unseal
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
-from mergepipe_pipeline.snapshots.model_folder import CARD, MEASURED, RECIPE_FILE, measured_card
+from mergepipe_pipeline.snapshots.model_folder import CARD, MEASURED, RECIPE_FILE, exported_card
 from mergepipe_pipeline.snapshots.out_folder import check_folder, refuse_full, staging_name
 from mergepipe_pipeline.snapshots.repack import repack
 from mergepipe_pipeline.snapshots.stage import PROVENANCE
@@ -69,8 +69,8 @@ def export_snapshot(
             digests = {s.file: s.sha256 for s in manifest.side_files if s.file != INDEX}
         for name, sha256 in digests.items():
             _copy(folder / name, staged / name, sha256)
-        if evaluations and (card := staged / CARD).is_file():
-            write_atomic(card, measured_card(card.read_bytes(), evaluations))
+        if (card := staged / CARD).is_file():
+            write_atomic(card, exported_card(card.read_bytes(), provenance))
         write_atomic(staged / PROVENANCE, seal(provenance))
         write_atomic(staged / RECIPE_FILE, recipe_of(provenance))
         if not publish_dir(staged, out) and shards is None:
@@ -153,9 +153,9 @@ def _differences(snapshot: Snapshot, out: Path) -> Iterator[str]:
     try:
         provenance = _provenance(out)
         expected[RECIPE_FILE] = sha256_hex(recipe_of(provenance))
-        if CARD in expected and (measured := provenance.get(MEASURED)):
+        if CARD in expected:
             card = _present(Path(snapshot.path) / CARD).read_bytes()
-            expected[CARD] = sha256_hex(measured_card(card, measured))
+            expected[CARD] = sha256_hex(exported_card(card, provenance))
     except CorruptionError:  # then the recipe has nothing to be compared with
         if (out / PROVENANCE).is_file():
             yield f"{PROVENANCE} is edited"

@@ -9,6 +9,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import yaml
+
 from mergepipe_pipeline.dtypes import TORCH_NAME
 from mergepipe_pipeline.errors import CheckpointChangedError
 from mergepipe_pipeline.spec.plan import ConfigValue
@@ -22,6 +24,8 @@ CARD = "README.md"
 RECIPE_FILE = "mergepipe_recipe.yml"
 #: The key of an exported provenance that holds what was measured; the card tells it, too.
 MEASURED = "evaluations"
+#: The key of a provenance that holds what the inputs' own cards say, for the cards of copies.
+STATED = "card"
 
 
 def shard_name(number: int, count: int) -> str:
@@ -123,7 +127,21 @@ def tool_card(verb: str, parameters: Mapping[str, Any], inputs: Sequence[Lineage
     return "\n".join(front + body).encode()
 
 
-def measured_card(card: bytes, evaluations: Sequence[Mapping[str, Any]]) -> bytes:
+def has_own_card(provenance: Mapping[str, Any]) -> bool:
+    """Whether the card of a copy says more than the snapshot's, which its id covers."""
+    return not provenance.keys().isdisjoint((MEASURED, STATED))
+
+
+def exported_card(card: bytes, provenance: Mapping[str, Any]) -> bytes:
+    """The card of a copy: with what its provenance says of inputs and of what was measured."""
+    if stated := provenance.get(STATED):
+        front = yaml.safe_dump(stated, sort_keys=False, allow_unicode=True)
+        card = card.replace(b"---\n", f"---\n{front}".encode(), 1)
+    measured = provenance.get(MEASURED)
+    return _measured_card(card, measured) if measured else card
+
+
+def _measured_card(card: bytes, evaluations: Sequence[Mapping[str, Any]]) -> bytes:
     """The card with a table of what evaluators measured, as `spec.evaluation` says it as JSON."""
     rows = [
         f"| {markdown(name)} | {value:.10g} | {markdown(e['evaluator'])} | {e['created']} |"

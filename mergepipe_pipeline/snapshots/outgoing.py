@@ -9,7 +9,7 @@ from typing import Any
 from mergepipe_pipeline.digest import seal, sha256_hex
 from mergepipe_pipeline.remote.outgoing import OutgoingFile
 from mergepipe_pipeline.snapshots.folder_export import exported_provenance, recipe_of
-from mergepipe_pipeline.snapshots.model_folder import CARD, RECIPE_FILE, measured_card
+from mergepipe_pipeline.snapshots.model_folder import CARD, RECIPE_FILE, exported_card, has_own_card
 from mergepipe_pipeline.snapshots.stage import PROVENANCE
 from mergepipe_pipeline.spec.snapshot import MANIFEST, Manifest, Snapshot
 from mergepipe_pipeline.storage.open_checkpoint import INDEX
@@ -24,7 +24,7 @@ def outgoing_files(
 ) -> tuple[OutgoingFile, ...]:
     """The manifest, then weights and side files, then what readers open first.
 
-    The card tells what was measured, as that of `--out`. Provenance and recipe, which name folders
+    The card is that of `--out`. Provenance and recipe, which name folders
     of this machine, go only `with_provenance`. Raises CorruptionError.
     """
     files = {file.name: file for file in _files(snapshot, evaluations, with_provenance)}
@@ -45,14 +45,13 @@ def _files(
     yield _made(MANIFEST, seal(manifest.to_json()))
     for shard in manifest.shards:
         yield OutgoingFile(shard.file, shard.sha256, shard.nbytes, folder / shard.file)
+    provenance = exported_provenance(folder, evaluations)
     for side in manifest.side_files:
-        if side.file == CARD and evaluations:
-            card = (folder / CARD).read_bytes()
-            yield _made(CARD, measured_card(card, evaluations))
+        if side.file == CARD and has_own_card(provenance):
+            yield _made(CARD, exported_card((folder / CARD).read_bytes(), provenance))
         else:
             yield OutgoingFile(side.file, side.sha256, side.nbytes, folder / side.file)
     if with_provenance:
-        provenance = exported_provenance(folder, evaluations)
         yield _made(PROVENANCE, seal(provenance))
         yield _made(RECIPE_FILE, recipe_of(provenance))
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from mergepipe_pipeline.digest import unseal
 from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.snapshots.model_folder import STATED
 from mergepipe_pipeline.spec.request import Request
 from mergepipe_pipeline.spec.snapshot import Manifest
 
@@ -48,6 +49,8 @@ def _problems(provenance: dict[str, Any], manifest: Manifest) -> Iterator[str]:
         yield f"`sources` that are not the manifest's {len(manifest.inputs)} inputs"
     yield from _no_texts([provenance[key] for key in _TEXTS])
     yield from _no_texts([source[key] for source in sources for key in _SOURCE_TEXTS])
+    if not isinstance(provenance.get(STATED, {}), dict):
+        yield f"{provenance[STATED]!r} instead of what a card says"
     if made_by is not None:
         yield from _no_texts([made_by["verb"]])
         if not isinstance(made_by["parameters"], dict):

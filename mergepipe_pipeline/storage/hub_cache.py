@@ -36,6 +36,15 @@ def cached_model(name: str, revision: str | None = None) -> Path | None:
     return snapshot if snapshot.is_dir() else None
 
 
+def hub_name(folder: Path) -> str | None:
+    """The name of the model whose snapshot in a cache of the hub this is; None for another."""
+    if folder.parent.name != "snapshots":
+        return None
+    kind, separator, name = folder.parent.parent.name.partition("models--")
+    name = name.replace("--", "/")
+    return name if separator and not kind and REPO.fullmatch(name) else None
+
+
 def _commit(ref: Path) -> str:
     """The commit that a branch or tag of the cache names."""
     text = read_small(ref, 4096).decode("utf-8", "replace").strip()
