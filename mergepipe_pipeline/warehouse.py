@@ -19,6 +19,7 @@ from mergepipe_pipeline.snapshots.leases import Leases
 from mergepipe_pipeline.snapshots.objects import ObjectStore
 from mergepipe_pipeline.snapshots.refs import RefStore
 from mergepipe_pipeline.storage.atomic import make_dirs, write_atomic
+from mergepipe_pipeline.storage.permissions import share_as
 from mergepipe_pipeline.storage.roots import FILE, Roots, roots_of, with_default_places
 from mergepipe_pipeline.text import listed
 
@@ -44,13 +45,14 @@ class Warehouse:
     def at(root: str | Path | None = None) -> Warehouse:
         """The warehouse at `root`, or where MERGEPIPE_HOME says, or `./warehouse`; absolute.
 
+        In one that its group may write, what this process makes is the group's, too.
         Raises MergePipeError for a place that cannot be, as an empty name or `~nobody`.
         """
         chosen = os.environ.get(ENVIRONMENT, DEFAULT) if root is None else root
         try:
             if not str(chosen):
                 raise RuntimeError("an empty name")
-            return Warehouse(Path(chosen).expanduser().resolve())
+            warehouse = Warehouse(Path(chosen).expanduser().resolve())
         except RuntimeError as error:  # from pathlib, for ~ of a user that is not there, and loops
             raise MergePipeError(
                 "The warehouse has no place",
@@ -59,6 +61,8 @@ class Warehouse:
                 found=str(error),
                 next_step="give another folder",
             ) from error
+        share_as(warehouse.root)
+        return warehouse
 
     @property
     def is_there(self) -> bool:

@@ -18,6 +18,7 @@ from mergepipe_pipeline.errors import (
     causes,
 )
 from mergepipe_pipeline.storage.atomic import FULL
+from mergepipe_pipeline.storage.permissions import foreign_error
 
 #: Set to 1, it shows where an error comes from.
 TRACEBACK = "MERGEPIPE_TRACEBACK"
@@ -143,7 +144,7 @@ def from_os_error(error: OSError) -> MergePipeError:
             found=str(error.strerror),
             next_step="free space and run the same command again; nothing is lost",
         )
-    return MergePipeError(
+    return foreign_error(error) or MergePipeError(
         "The operating system refused",
         where=str(error.filename or "unknown file"),
         found=str(error.strerror or error),

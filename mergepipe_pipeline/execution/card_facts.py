@@ -38,8 +38,8 @@ Facts = dict[str, Any]
 def card_facts(warehouse: Warehouse, plan: MergePlan) -> Facts:
     """The keys of a card's front matter that all inputs of a plan give, by name.
 
-    `base_model` lists those of the hub, a base first; `license` and `language` are there where every input says
-    the same.
+    `base_model` lists those of the hub, a base first; `license` and `language` are there where
+    every input says the same.
     """
     by_role = sorted(zip(plan.roles, plan.sources, strict=True), key=lambda pair: pair[0])
     inputs = [_facts_of(warehouse, source) for _, source in by_role]

@@ -177,8 +177,8 @@ def _lm_eval(value: object, path: KeyPath, problems: Problems) -> LmEval | None:
         tasks = []
     limit = _number(keys.get("limit"))
     if "limit" in keys and (limit is None or limit <= 0 or (limit > 1 and limit % 1)):
-        text = "expected a number of examples, or a share of them below 1"
-        problems.add((*path, "limit"), f"{text}, {_found_clause(keys['limit'])}")
+        expected = "a number of examples, or a share of them below 1"
+        problems.add((*path, "limit"), f"expected {expected}, {_found_clause(keys['limit'])}")
     templated = keys.get("apply_chat_template", False)
     if not isinstance(templated, bool):
         problems.add(

@@ -70,7 +70,8 @@ class ObjectStore:
             whole = stat.st_size == stored.nbytes
             # Touched, so that a collection running meanwhile sees both as in use; of the object
             # only the time of access, since snapshots link to it and may be models themselves.
-            os.utime(self.path_of(stored.sha256), ns=(time.time_ns(), stat.st_mtime_ns))
+            with suppress(PermissionError):  # another user's; his group may not set its times
+                os.utime(self.path_of(stored.sha256), ns=(time.time_ns(), stat.st_mtime_ns))
             os.utime(path)
         except FileNotFoundError:
             return None

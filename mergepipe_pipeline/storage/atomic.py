@@ -13,7 +13,6 @@ import ctypes
 import errno
 import os
 import shutil
-import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -97,7 +96,6 @@ def locked_file(path: str | Path, data: bytes) -> Iterator[None]:
                 stack.callback(made.unlink, missing_ok=True)
             while data:
                 data = data[os.write(handle, data) :]
-            os.fchmod(handle, 0o644)
             _step("lease")
             os.rename(name, final)
         yield
@@ -125,7 +123,7 @@ def _next_turn(path: Path) -> int:
     """Open and lock the file that has this name when its lock is free."""
     while True:
         with ExitStack() as stack:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             stack.callback(os.close, handle)
             lock(handle)
             with suppress(FileNotFoundError):  # its last holder has removed it
@@ -242,7 +240,6 @@ def copy_file(source: str | Path, target: str | Path) -> None:
     with full_disk_named(Path(target)):
         _step("copy")
         _copy_bytes(source, target)
-        os.chmod(target, 0o644)
 
 
 def remove_tree(path: str | Path) -> None:
@@ -281,7 +278,6 @@ def _temp_file(final: Path, data: bytes | Iterable[bytes]) -> Iterator[Path]:
         with os.fdopen(handle, "wb") as file:
             file.writelines((data,) if isinstance(data, bytes) else data)
             file.flush()
-            os.fchmod(file.fileno(), 0o644)
             os.fsync(file.fileno())
             yield Path(name)
     finally:
@@ -299,7 +295,11 @@ def _make_missing(folder: Path) -> list[Path]:
 def _locked_temp(final: Path) -> tuple[int, str]:
     """A new file beside `final`, locked so that a collection sees that its maker lives."""
     while True:
-        handle, name = tempfile.mkstemp(prefix=f".{final.name}.", suffix=".tmp", dir=final.parent)
+        name = str(final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.tmp"))
+        try:  # its permissions are by the umask, as those of the file that it becomes
+            handle = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except FileExistsError:
+            continue
         lock(handle)
         if os.fstat(handle).st_nlink:
             return handle, name

@@ -38,7 +38,7 @@ class DirectFile:
     """
 
     def __init__(self, path: Path, nbytes: int) -> None:
-        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             if nbytes:
                 os.posix_fallocate(self._handle, 0, nbytes)

@@ -70,7 +70,7 @@ def locked_there(path: Path) -> Iterator[None]:
 def locked(path: Path, *, shared: bool = False) -> Iterator[None]:
     """Hold the lock of `path`, which is made if it is not there and stays."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         lock(handle, shared=shared)
         yield
@@ -90,7 +90,7 @@ def claimed(path: Path, data: bytes, *, shared: bool = False) -> Iterator[bytes 
     If somebody else holds it, yields what he wrote: anybody, or, if it is to be `shared`, one who
     holds it alone. None as well where there are no locks.
     """
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         try:
             _flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
