@@ -88,7 +88,7 @@ def _front(warehouse: Warehouse, source: Source) -> Mapping[str, Any]:
     match = _FRONT.match(data.decode("utf-8", "replace"))
     try:
         # Plain texts: `no` is a language, and no tag makes anything.
-        front = yaml.load(match[1], yaml.BaseLoader) if match else None
+        front = yaml.BaseLoader(match[1]).get_single_data() if match else None
     except (yaml.YAMLError, ValueError, RecursionError):
         return {}
     return front if isinstance(front, dict) else {}
