@@ -49,7 +49,7 @@ class Evaluator:
     """What measures a snapshot: a command, a Python function (`module:name`), perplexity, lm_eval.
 
     Paths are relative to the recipe's file. What fails, or takes longer than `timeout_s` seconds,
-    is tried `retries` times more.
+    is tried `retries` times more; not what ends well without metrics.
     """
 
     command: tuple[str, ...] = ()

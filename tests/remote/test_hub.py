@@ -5,10 +5,12 @@ from __future__ import annotations
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import yaml
 
 from mergepipe_pipeline.errors import CheckpointChangedError, CheckpointError, RemoteError
 from mergepipe_pipeline.remote.address import parse_address
@@ -16,6 +18,7 @@ from mergepipe_pipeline.remote.folders import folder_at
 from mergepipe_pipeline.remote.hub import gets_token
 from mergepipe_pipeline.remote.source import RemoteSource
 from mergepipe_pipeline.resolution.locate import locate_checkpoint
+from mergepipe_pipeline.verbs.merge import merge
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.remote.servers import Fault, FolderServer, HubServer
 
@@ -38,6 +41,20 @@ def test_a_new_commit_keeps_the_name_and_equal_files_their_id(
     after = locate_checkpoint(home, "org/base")
     assert after.root != before.root
     assert (after.name, after.checkpoint_id) == (before.name, before.checkpoint_id)
+
+
+def test_a_card_names_the_models_of_the_hub_and_what_their_cards_agree_on(
+    hub: HubServer, home: Warehouse, recipe_at: Callable[..., str], tmp_path: Path
+) -> None:
+    for model in (hub.folder / "org").iterdir():
+        (model / "README.md").write_text("---\nlicense: mit\nlanguage: en\n---\n")
+    recipe, out = tmp_path / "r.yml", tmp_path / "out"
+    recipe.write_text(recipe_at(lambda name: f"hf://org/{name}"))
+    merge(home, recipe, out=out)
+    _, front, _ = (out / "README.md").read_text().split("---\n", 2)
+    found = yaml.safe_load(front)
+    assert found["base_model"] == ["org/base", *(f"org/expert_{i:02d}" for i in range(3))]
+    assert (found["license"], found["language"]) == ("mit", ["en"])
 
 
 def test_headers_alone_are_read_to_know_a_model(hub: HubServer, home: Warehouse) -> None:
