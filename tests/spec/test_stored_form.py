@@ -47,5 +47,6 @@ def test_a_config_tells_codes_that_no_name_tells() -> None:
     config = json.dumps({"text_config": {"quantization_config": {"quant_method": "fp8"}}})
     found = stored_form({"a.weight": "F8_E4M3", "b.weight": "BF16"}, config)
     assert found is not None
-    assert (found.name, found.coded) == ("fp8 in blocks", {"a.weight"})
+    assert found.name == "fp8 in blocks"
+    assert found.coded == {"a.weight"}
     assert stored_form({"b.weight": "BF16"}, config) is None
