@@ -21,7 +21,7 @@ class StoredForm:
     """How weights are stored that are no plain numbers; `step` says how to get plain ones.
 
     `settings` is what config.json says of it, {} where it says nothing. `coded` are the tensors
-    whose numbers mean something only together, each as it is named in the files.
+    whose numbers mean something only together.
     """
 
     name: str
