@@ -23,6 +23,7 @@ from mergepipe_pipeline.resolution.expert_layout import (
     laid_out,
     updates_fused,
 )
+from mergepipe_pipeline.resolution.fit import refuse_unplaced
 from mergepipe_pipeline.resolution.locate import exists, locate_checkpoint
 from mergepipe_pipeline.resolution.plain_numbers import (
     coded_error,
@@ -99,7 +100,7 @@ def _aligned(
     whole = (number for number, model in enumerate(models) if not model.is_partial)
     lead = next(whole, 0) if base is None else base
     try:
-        return in_one_layout(with_names_of(models, lead), lead) if models else []
+        return with_names_of(in_one_layout(models, lead), lead) if models else []
     except MergePipeError as error:
         # Codes do not stack as weights do, and it helps nobody to lay them out otherwise.
         problems.append(coded_problem(models) or error)
@@ -337,9 +338,8 @@ def packable(expert: Model, base: Model) -> tuple[Model, Model]:
     """
     if any(m.checkpoint.kind != "full" for m in (expert, base)):
         return expert, base
-    expert_model, base_model = in_one_layout(
-        with_names_of((_as_stored(expert), _as_stored(base)), 1), 1
-    )
+    pair = in_one_layout((_as_stored(expert), _as_stored(base)), 1)
+    expert_model, base_model = with_names_of(pair, 1)
     return expert_model, base_model
 
 
@@ -358,4 +358,5 @@ def open_pair(warehouse: Warehouse, expert: str, base: str) -> tuple[Model, Mode
         raise problems[0]
     if not models[0].is_partial:
         refuse_coded(models)
+    refuse_unplaced(models[0], models[1])
     return models[0], models[1]

@@ -23,6 +23,7 @@ from mergepipe_pipeline.recipe.parse import ParsedRecipe, resolve_recipe
 from mergepipe_pipeline.recipe.schema import known_strategy
 from mergepipe_pipeline.resolution.alike import compute_alike
 from mergepipe_pipeline.resolution.cost import Cost, estimate
+from mergepipe_pipeline.resolution.fit import misfits
 from mergepipe_pipeline.resolution.grid import grid_for
 from mergepipe_pipeline.resolution.layer_config import depth_of
 from mergepipe_pipeline.resolution.left_out import without
@@ -274,6 +275,9 @@ def open_stage(
     if problems:
         raise several(problems, parsed)
     refuse_coded_models(parsed, models)
+    problems += misfits(parsed, models)
+    if problems:
+        raise several(problems, parsed)
     is_partial = [m.is_partial for m in models]
     depths = [depth_of(m) for m in models]
     ties = [ties_head(m.checkpoint.config) for m in models]

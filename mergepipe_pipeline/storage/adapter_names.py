@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from mergepipe_pipeline.errors import CheckpointError
 from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
+from mergepipe_pipeline.spec.tensor_names import any_version, plain_name
 from mergepipe_pipeline.storage.adapter_config import AdapterConfig
 
 #: Roles of stored tensors beside the factors A, B, embedding_A and embedding_B.
@@ -50,10 +51,10 @@ def find_changes(
 ) -> dict[str, Change]:
     """The changes, by the base's names. Raises CheckpointError for a tensor without a place."""
     changes: dict[str, Change] = {}
-    suffixes = _suffixes(base_names)
-    parameters = _parameters(checkpoint, base_names, config)
+    places = _Places(base_names)
+    parameters = _parameters(checkpoint, places, config)
     for entry in checkpoint.tensors:
-        module, role, name = _place(entry, suffixes, parameters, checkpoint)
+        module, role, name = _place(entry, places, parameters, checkpoint)
         is_parameter = module in parameters.values()
         change = changes.setdefault(name, Change(module, is_parameter=is_parameter))
         if role in change.entries or change.module != module:
@@ -67,12 +68,12 @@ def find_changes(
 
 def _place(
     entry: TensorEntry,
-    suffixes: Mapping[str, list[str]],
+    places: _Places,
     parameters: Mapping[str, str],
     checkpoint: Checkpoint,
 ) -> tuple[str, str, str]:
     """The changed module, the tensor's role in the change, and the base's tensor."""
-    key = entry.name.removeprefix(PREFIX)
+    key = plain_name(entry.name)
     update = _UPDATE.fullmatch(key)
     if update is None and ("lora_" in key or ".trainable_tokens" in key):
         raise unusable(entry, checkpoint, "of unknown meaning", "lora_A or lora_B", key)
@@ -82,16 +83,14 @@ def _place(
         role = next(r for r in update.group("linear", "embedding", "magnitude", "tokens") if r)
         parameter = parameters.get(update["module"])
         if parameter is not None:
-            return parameter, role, _base_name(parameter, suffixes, entry, checkpoint)
+            return parameter, role, _base_name(parameter, places, entry, checkpoint)
         own = f"{update['module']}.weight"
-    if own not in suffixes:
+    if own not in places:
         own = _WRAPPER.sub("", own)
-    return own.rpartition(".")[0], role, _base_name(own, suffixes, entry, checkpoint)
+    return own.rpartition(".")[0], role, _base_name(own, places, entry, checkpoint)
 
 
-def _parameters(
-    checkpoint: Checkpoint, base_names: Collection[str], config: AdapterConfig
-) -> dict[str, str]:
+def _parameters(checkpoint: Checkpoint, places: _Places, config: AdapterConfig) -> dict[str, str]:
     """The updated parameter, by the key of the module that wraps it.
 
     PEFT wraps a module once for each parameter, the later around the earlier, and names the
@@ -99,14 +98,14 @@ def _parameters(
     """
     if not config.parameters:
         return {}
-    keys = (e.name.removeprefix(PREFIX) for e in checkpoint.tensors)
+    keys = (plain_name(e.name) for e in checkpoint.tensors)
     wrapped: dict[str, set[str]] = {}
     for update in filter(None, map(_UPDATE.fullmatch, keys)):
         wrapped.setdefault(update["module"].replace(_INNER, ""), set()).add(update["module"])
     parameter_by_module: dict[str, str] = {}
     for module, wrappers in wrapped.items():
         names = {f"{module}.{p.rpartition('.')[2]}" for p in config.parameters if _is_in(p, module)}
-        in_base = {n for n in names if any(f".{b}".endswith(f".{n}") for b in base_names)}
+        in_base = {n for n in names if n in places}
         inner_first = sorted(in_base, key=lambda name: ("down" in name, name))
         outer_last = sorted(wrappers, key=len, reverse=True)
         if len(inner_first) == len(outer_last):
@@ -118,28 +117,41 @@ def _is_in(parameter: str, module: str) -> bool:
     return f".{module}".endswith(f".{parameter.rpartition('.')[0]}")
 
 
-def _suffixes(base_names: Collection[str]) -> dict[str, list[str]]:
-    """Every dotted end of every base name, to the names that have it."""
-    names_by_suffix: dict[str, list[str]] = {}
-    for name in base_names:
-        parts = name.split(".")
-        for i in range(len(parts)):
-            names_by_suffix.setdefault(".".join(parts[i:]), []).append(name)
-    return names_by_suffix
+class _Places:
+    """The base's tensors by what an adapter may call them."""
 
+    def __init__(self, base_names: Collection[str]) -> None:
+        self._versions: dict[str, list[str]] = {}
+        self._suffixes: dict[str, list[str]] = {}
+        for name in base_names:
+            self._versions.setdefault(any_version(name), []).append(name)
+            parts = name.split(".")
+            for i in range(len(parts)):
+                self._suffixes.setdefault(".".join(parts[i:]), []).append(name)
 
-def _base_name(
-    own: str, suffixes: Mapping[str, list[str]], entry: TensorEntry, checkpoint: Checkpoint
-) -> str:
-    """The base tensor of that name, else the one name that ends with it, or that it ends with."""
-    ends = suffixes.get(own, [])
-    if own in ends:
-        return own
-    if not ends:
+    def __contains__(self, own: str) -> bool:
+        """Whether some tensor has that name in some version, or ends with it."""
+        return own in self._suffixes or any_version(own) in self._versions
+
+    def of(self, own: str) -> list[str]:
+        """The tensor of that name, else those of that name in another version, else those that
+        end with it, else the one that it ends with.
+        """
+        ends = self._suffixes.get(own, [])
+        if own in ends:
+            return [own]
+        ends = self._versions.get(any_version(own), ends)
+        if ends:
+            return ends
         parts = own.split(".")
         tails = (".".join(parts[i:]) for i in range(1, len(parts)))
         # A last part alone ("weight") says nothing of where a tensor belongs.
-        ends = next(([t] for t in tails if "." in t and t in suffixes.get(t, [])), [])
+        return next(([t] for t in tails if "." in t and t in self._suffixes.get(t, [])), [])
+
+
+def _base_name(own: str, places: _Places, entry: TensorEntry, checkpoint: Checkpoint) -> str:
+    """The one base tensor that the adapter calls so."""
+    ends = places.of(own)
     if not ends:
         none = "none of that name (the base may tie it to another)"
         raise unusable(entry, checkpoint, "that the base does not have", own, none)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
+from dataclasses import replace
 
 from mergepipe_pipeline.digest import sha256_hex
 from mergepipe_pipeline.errors import CheckpointError, IncompleteCheckpointError
@@ -19,6 +21,7 @@ from mergepipe_pipeline.spec.checkpoint import (
     FileEntry,
     TensorEntry,
 )
+from mergepipe_pipeline.spec.tensor_names import plain_name
 from mergepipe_pipeline.storage.adapter_config import CONFIG as ADAPTER_CONFIG
 from mergepipe_pipeline.storage.adapter_config import KIND as ADAPTER_CONFIG_KIND
 from mergepipe_pipeline.storage.header import LENGTH_NBYTES, header_nbytes, parse_header
@@ -68,6 +71,8 @@ def open_checkpoint(uri: str, name: str, *, probes: bool = True) -> Checkpoint:
             tensors += file_tensors
         _check_names(tensors, weight_map, uri)
         kind = "adapter" if adapter_config else _full_or_delta(marks, uri)
+        if kind != "adapter":
+            tensors = _plainly_named(tensors, uri)
         if not tensors:
             raise _empty(kind, uri)
         config = None
@@ -282,6 +287,23 @@ def _samples(source: CheckpointSource, tensors: list[TensorEntry]) -> bytes:
     for place in places:  # all at once: the disk's latency is waited for once, not for each
         source.will_need(*place)
     return b"".join(source.read_range(*place) for place in places)
+
+
+def _plainly_named(tensors: list[TensorEntry], uri: str) -> list[TensorEntry]:
+    """The tensors without what wrappers of training put into their names."""
+    names = [plain_name(t.name) for t in tensors]
+    if len(set(names)) == len(names):
+        return [
+            t if t.name == n else replace(t, name=n) for t, n in zip(tensors, names, strict=True)
+        ]
+    first = next(n for n, count in Counter(names).items() if count > 1)
+    raise CheckpointError(
+        "A checkpoint holds a tensor twice, with and without the name of what wrapped its module",
+        where=uri,
+        expected=f"one tensor {first}",
+        found=", ".join(t.name for t, n in zip(tensors, names, strict=True) if n == first),
+        next_step="remove the copy that is not meant, and save the model again",
+    )
 
 
 def _check_names(tensors: list[TensorEntry], weight_map: dict[str, str], uri: str) -> None:

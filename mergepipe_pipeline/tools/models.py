@@ -6,7 +6,8 @@ What is read is compared with what was analysed or digested before, as in a merg
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from mergepipe_pipeline.contents.side_file_digests import refuse_changed_files
 from mergepipe_pipeline.contents.tensor_digests import content_of
 from mergepipe_pipeline.errors import CheckpointError
 from mergepipe_pipeline.progress import Progress
+from mergepipe_pipeline.resolution.aliases import aliases
 from mergepipe_pipeline.resolution.locate import locate_checkpoint
 from mergepipe_pipeline.resolution.plain_numbers import coded_error
 from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
@@ -44,11 +46,19 @@ class Input:
     content: str
     _source: CheckpointSource = field(repr=False)
     _segments: Inputs = field(repr=False)
+    _aliases: Mapping[str, str] = field(default_factory=dict, repr=False)
 
-    @property
+    @cached_property
     def tensors(self) -> Mapping[str, TensorEntry]:
         """Its tensors by name, in file order."""
-        return self.checkpoint.by_name
+        return {self._aliases.get(n, n): t for n, t in self.checkpoint.by_name.items()}
+
+    def named_as(self, base: Input) -> Input:
+        """The same with its tensors under the names that `base` has for them.
+
+        Raises IncompatibleCheckpointsError for names that may mean several tensors.
+        """
+        return replace(self, _aliases=aliases(self.tensors, base.tensors, self.checkpoint.root))
 
     @property
     def config(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.facts.expert_stats import common_pairs, ensure_stats
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
+from mergepipe_pipeline.resolution.fit import refuse_unplaced
 from mergepipe_pipeline.resolution.grid import grid_for
 from mergepipe_pipeline.resolution.open_models import open_models
 from mergepipe_pipeline.resolution.plain_numbers import refuse_coded
@@ -65,6 +66,8 @@ def _of_stage(
         raise problems[0]
     if not all(model.is_partial for model in models[1:]):
         refuse_coded(models)
+    for model in models[1:]:
+        refuse_unplaced(model, models[0])
     grid = grid_for(models[0], parsed.block_elems)
     wanted = [(m, common_pairs(m, models[0])) for m in models[1:]]
     stats = ensure_stats(warehouse, wanted, models[0], grid, progress)

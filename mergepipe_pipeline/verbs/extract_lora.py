@@ -50,7 +50,7 @@ def extract_lora(
     with ExitStack() as stack:
         one = stack.enter_context(open_input(warehouse, "base", base, progress))
         other = stack.enter_context(open_input(warehouse, "expert", model, progress))
-        extractor = Extractor(one, other, asked)
+        extractor = Extractor(one, other.named_as(one), asked)
         draft = stack.enter_context(drafted(warehouse, VERB, place))
         rows = extractor.write(draft, progress)
         parameters = {**asdict(wanted), "modules": list(modules), "save": list(save)}

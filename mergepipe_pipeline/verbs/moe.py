@@ -40,7 +40,7 @@ def moe(
         base = opened("base", config.base_model)
         experts = [opened("expert", e.source_model) for e in config.experts]
         experts += [opened("shared", e.source_model) for e in config.shared_experts]
-        mixture = Mixture(config, base, experts, seed)
+        mixture = Mixture(config, base, [e.named_as(base) for e in experts], seed)
         draft = stack.enter_context(drafted(warehouse, VERB, place))
         mixture.write(draft, progress)
         origin = unchanged_origin(VERB, parameters_of(config, seed), (base, *experts))

@@ -25,12 +25,16 @@ parameters: {weight: 1, density: 0.5}
 """
 
 
-@pytest.fixture
-def named(tmp_path: Path) -> Warehouse:
-    """A base and an expert without the base's prefix."""
-    warehouse = Warehouse.at(tmp_path / "home").ensure()
-    register(warehouse, write_model(tmp_path / "base", tensors_of(0, None)), "base")
-    tensors = {n.removeprefix("model."): t for n, t in tensors_of(0, 0).items()}
+@pytest.fixture(params=["without a prefix", "compiled"])
+def named(tmp_path: Path, request: pytest.FixtureRequest) -> Warehouse:
+    """A base and an expert without the base's prefix, or both as torch.compile names them."""
+    warehouse, wrapper = Warehouse.at(tmp_path / "home").ensure(), ""
+    if request.param == "compiled":
+        wrapper = "_orig_mod."
+    base = {f"{wrapper}{n}": t for n, t in tensors_of(0, None).items()}
+    register(warehouse, write_model(tmp_path / "base", base), "base")
+    stem = "" if wrapper else "model."
+    tensors = {f"{wrapper}{n.removeprefix(stem)}": t for n, t in tensors_of(0, 0).items()}
     register(warehouse, write_model(tmp_path / "e0", tensors), "e0", "base")
     return warehouse
 
