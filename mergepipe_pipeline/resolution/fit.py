@@ -11,6 +11,7 @@ from mergepipe_pipeline.errors import IncompatibleCheckpointsError, MergePipeErr
 from mergepipe_pipeline.recipe.modules import disjoint, module_of
 from mergepipe_pipeline.recipe.parsed import ParsedRecipe
 from mergepipe_pipeline.recipe.structure import Module
+from mergepipe_pipeline.resolution.model_problems import placed_in
 from mergepipe_pipeline.spec.layers import is_optional, layer_index, with_layer_index
 from mergepipe_pipeline.spec.model import Model
 
@@ -26,7 +27,7 @@ def misfits(parsed: ParsedRecipe, models: Sequence[Model]) -> Iterator[MergePipe
             try:
                 refuse_unplaced(models[number], models[leads[name]], belongs[name])
             except MergePipeError as error:
-                yield error
+                yield placed_in(parsed, error, parsed.references[number])
 
 
 def _merged(module: Module) -> Iterator[int]:

@@ -308,7 +308,8 @@ def test_names_of_wrapped_modules_are_read_as_the_modules_own(
     b = write_model(
         tmp_path / "base", wrapped["b"] if which == "base" else base, hidden=8, vocab=16
     )
-    e = write_model(tmp_path / "e", expert if which == "base" else wrapped["e"], hidden=8, vocab=16)
+    values = expert if which == "base" else wrapped["e"]
+    e = write_model(tmp_path / "e", values, hidden=8, vocab=16, shards=2)
     name, change = str(e), torch.zeros(8, 8)
     if which == "below an adapter":
         module, factor = "model.layers.1.self_attn.q_proj", torch.full((1, 8), 0.5)
