@@ -29,6 +29,7 @@ def register(console: Console, path: str, name: str | None, base: str | None) ->
 
     r = run(console.warehouse, path, name, base)
     c = r.checkpoint
+    console.warn(c.ignored_warnings)
     console.show(
         {
             "name": r.name,
@@ -37,6 +38,7 @@ def register(console: Console, path: str, name: str | None, base: str | None) ->
             "checkpoint_id": c.checkpoint_id,
             "tensors": len(c.tensors),
             "files": len(c.files),
+            "ignored_files": list(c.ignored_files),
             "nbytes": c.nbytes,
             "root": c.root,
             "form": c.form and c.form.name,

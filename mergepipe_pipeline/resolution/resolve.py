@@ -161,6 +161,7 @@ def resolve_stage(
     template = fitted.models[fitted.side.template]
     warnings = [*recipe.warnings, *fitted.warnings, *tied_updates(models, recipe.base)]
     warnings += [*_no_config(template), *compute_alike(recipe, models, fitted.side.template)]
+    warnings += [w for m in models for c in m.checkpoints for w in c.ignored_warnings]
     warnings += [
         f"{place} leaves config.json: nothing in the result is quantised"
         for place, value in fitted.side.config

@@ -14,9 +14,13 @@ from typing import Any, Literal
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.spec.stored_form import StoredForm, stored_form
+from mergepipe_pipeline.text import listed
 
 #: Begins the root of a checkpoint whose files were moved away, and a pack gives its bytes again.
 AWAY = "away://"
+
+#: Files that a warning names.
+_MOST_NAMED = 3
 
 #: What the tensors are: whole values, the factors of a PEFT adapter, or differences from a base.
 CheckpointKind = Literal["full", "adapter", "delta"]
@@ -65,6 +69,8 @@ class Checkpoint:
     `checkpoint_id` changes when any file is replaced or touched; content identity is the tensors'
     digests, which analysis computes. `root` is where it lies and takes no part in the id.
     `tokenizer_files` are those of a checkpoint that is yet to be made; None: they lie at `root`.
+    `ignored_files` hold weights, too, and no part of this model; known where its files were looked
+    at.
     """
 
     name: str
@@ -75,6 +81,16 @@ class Checkpoint:
     kind: CheckpointKind = "full"
     adapter_config: str | None = None  # text of adapter_config.json; adapters only
     tokenizer_files: Mapping[str, bytes] | None = field(default=None, repr=False, compare=False)
+    ignored_files: tuple[str, ...] = field(default=(), repr=False, compare=False)
+
+    @property
+    def ignored_warnings(self) -> tuple[str, ...]:
+        """A sentence that names the ignored files, if there are any."""
+        if not self.ignored_files:
+            return ()
+        own = listed([f.path for f in self.files], _MOST_NAMED)
+        beside = listed(self.ignored_files, _MOST_NAMED)
+        return (f"{self.name}: the model is {own}, as transformers loads it; {beside} is not read",)
 
     @cached_property
     def checkpoint_id(self) -> str:

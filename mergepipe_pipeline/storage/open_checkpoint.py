@@ -31,7 +31,7 @@ from mergepipe_pipeline.storage.shards import missing_shard
 from mergepipe_pipeline.storage.side_files import CONFIG, MAX_JSON_NBYTES, side_files
 from mergepipe_pipeline.storage.source import CheckpointSource, FetchedAhead, open_source
 
-INDEX = "model.safetensors.index.json"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 #: Key and value in a safetensors file's metadata that make its tensors differences from a base.
 KIND_KEY, KIND_DELTA = "mergepipe", "delta"
@@ -39,6 +39,9 @@ KIND_KEY, KIND_DELTA = "mergepipe", "delta"
 _SAMPLE_NBYTES, _MAX_SAMPLES = 256, 1024
 #: NUL, newline, ESC and their like, which act on terminals and split lines.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+#: Mistral's own names of files: a second form of a model whose other files are transformers'.
+_NATIVE = "consolidated"
+_WEIGHTS = ".safetensors"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".gguf")
 
 
@@ -46,7 +49,8 @@ def open_checkpoint(uri: str, name: str, *, probes: bool = True) -> Checkpoint:
     """The checkpoint at a path, known from headers; of the weights only a few bytes are read.
 
     Without `probes` not even these, and only the checkpoint's stamp tells it from others. Its kind
-    is "adapter" or "delta" where its files say so, else "full".
+    is "adapter" or "delta" where its files say so, else "full". Of several files its weights are
+    those that transformers would load; the others are its `ignored_files`.
 
     Raises CheckpointError for what is missing, damaged or of another format,
     IncompleteCheckpointError for one that is still being written.
@@ -79,7 +83,17 @@ def open_checkpoint(uri: str, name: str, *, probes: bool = True) -> Checkpoint:
         if CONFIG in side_files(source, uri):
             config = _json_text(source, CONFIG, uri)
             load_object(config, f"{uri}, {CONFIG}", "A model's config")
-    return Checkpoint(name, uri, tuple(entries), tuple(tensors), config, kind, adapter_config)
+    ignored = sorted(text_of(f) for f in present if f.endswith(_WEIGHTS) and f not in files)
+    return Checkpoint(
+        name,
+        uri,
+        tuple(entries),
+        tuple(tensors),
+        config,
+        kind,
+        adapter_config,
+        ignored_files=tuple(ignored),
+    )
 
 
 def is_complete(uri: str) -> str | None:
@@ -114,7 +128,7 @@ def _adapter_config(source: CheckpointSource, present: list[str], uri: str) -> s
     """Text of an adapter's config; None if the folder holds no adapter."""
     if ADAPTER_CONFIG not in present and ADAPTER_WEIGHTS not in present:
         return None
-    other_weights = [f for f in present if f.endswith(".safetensors") and f != ADAPTER_WEIGHTS]
+    other_weights = [f for f in present if f.endswith(_WEIGHTS) and f != ADAPTER_WEIGHTS]
     if other_weights:
         raise CheckpointError(
             "A folder holds an adapter and other weights",
@@ -180,7 +194,11 @@ def _pickled(files: list[str], expected: str, uri: str) -> CheckpointError:
 
 
 def _weight_files(present: list[str], uri: str) -> list[str]:
-    files = [f for f in present if f.endswith(".safetensors")]
+    """The one file that transformers reads, or all there are but a second form of the same."""
+    if SINGLE in present:
+        return [SINGLE]
+    files = [f for f in present if f.endswith(_WEIGHTS)]
+    files = [f for f in files if not f.startswith(_NATIVE)] or files
     for file in files:
         if text_of(file) != file:
             raise CheckpointError(
@@ -226,7 +244,8 @@ def _refuse_a_part(files: list[str], present: list[str], uri: str, index: str | 
 
 
 def _weight_map(source: CheckpointSource, present: list[str], uri: str) -> dict[str, str]:
-    if INDEX not in present or "model.safetensors" in present:
+    """Tensor to file as the index says; empty without one, and where one file holds the model."""
+    if INDEX not in present:
         return {}
     where = f"{uri}, {INDEX}"
     weight_map = load_object(_json_text(source, INDEX, uri), where, "A shard index").get(
@@ -240,7 +259,19 @@ def _weight_map(source: CheckpointSource, present: list[str], uri: str) -> dict[
             found=f"{type(weight_map).__name__} of something else",
             next_step="copy the index again",
         )
-    return weight_map
+    if SINGLE not in present:
+        return weight_map
+    shards = sorted({f for f in weight_map.values() if f in present and f != SINGLE})
+    if shards:
+        raise CheckpointError(
+            "A folder holds a model twice",
+            where=uri,
+            expected=f"{SINGLE}, or {INDEX} with the files that it names",
+            found=text_of(f"{SINGLE} and {', '.join(shards[:3])}"),
+            next_step=f"remove {SINGLE}, or {INDEX} and the files that it names: whichever is not "
+            "the model that you mean",
+        )
+    return {}
 
 
 def _json_text(source: CheckpointSource, file: str, uri: str) -> str:

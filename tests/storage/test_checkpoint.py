@@ -132,6 +132,79 @@ def test_a_tensor_in_two_files_is_refused_with_both_names(tmp_path: Path) -> Non
         open_checkpoint(str(tmp_path), "m")
 
 
+def saved(folder: Path, **files: dict[str, int]) -> Path:
+    """A file of vectors per keyword (its stem), each tensor filled with its number."""
+    folder.mkdir(exist_ok=True)
+    for stem, tensors in files.items():
+        values = {n: np.full(3, number, np.float32) for n, number in tensors.items()}
+        save_file(values, folder / f"{stem}.safetensors")
+    return folder
+
+
+def values_of(folder: Path) -> dict[str, float]:
+    """The first number of every tensor that the checkpoint has, as its entries say where."""
+    found = open_checkpoint(str(folder), "m")
+    data = {f.path: (folder / f.path).read_bytes() for f in found.files}
+    return {
+        t.name: float(np.frombuffer(data[t.file], "<f4", 1, t.start_byte)[0]) for t in found.tensors
+    }
+
+
+CONSOLIDATED = {"consolidated": {"layers.0.w1": 9}}
+
+
+@pytest.mark.parametrize(
+    ("beside", "ignored"),
+    [
+        (CONSOLIDATED, "consolidated"),
+        ({"model.fp16": {"w": 9}}, "model.fp16"),
+        ({"value_head": {"v": 9}, "optimizer": {"m": 9}}, "optimizer value_head"),
+        ({"model-00001-of-00002": {"w": 9}}, "model-00001-of-00002"),
+    ],
+)
+def test_model_safetensors_is_the_model_and_what_lies_beside_it_is_named(
+    tmp_path: Path, beside: dict[str, dict[str, int]], ignored: str
+) -> None:
+    alone = open_checkpoint(str(saved(tmp_path / "m", model={"w": 1, "b": 2})), "m")
+    saved(tmp_path / "m", **beside)
+    found = open_checkpoint(str(tmp_path / "m"), "m")
+    assert values_of(tmp_path / "m") == {"w": 1, "b": 2}
+    assert found.ignored_files == tuple(f"{n}.safetensors" for n in ignored.split())
+    assert (found == alone, found.checkpoint_id) == (True, alone.checkpoint_id)
+
+
+def test_the_files_of_an_index_are_the_model_and_others_are_named(tmp_path: Path) -> None:
+    folder = saved(sharded(tmp_path / "m"), **CONSOLIDATED)
+    saved(folder, **{"model-00001-of-00001": {"a": 9}})
+    found = open_checkpoint(str(folder), "m")
+    assert [f.path for f in found.files] == [ONE, TWO]
+    assert found.ignored_files == (
+        "consolidated.safetensors",
+        "model-00001-of-00001.safetensors",
+    )
+
+
+def test_the_names_of_mistral_are_read_where_no_other_file_holds_the_model(tmp_path: Path) -> None:
+    alone = saved(tmp_path / "m", **CONSOLIDATED)
+    assert values_of(alone) == {"layers.0.w1": 9}
+    parts = {f"consolidated-0000{i}-of-00002": {f"layers.{i}.w1": i} for i in (1, 2)}
+    assert values_of(saved(tmp_path / "parts", **parts)) == {"layers.1.w1": 1, "layers.2.w1": 2}
+    both = saved(tmp_path / "both", **parts, **{"model-00001-of-00001": {"w": 3}})
+    assert values_of(both) == {"w": 3}
+    assert len(open_checkpoint(str(both), "m").ignored_files) == 2
+
+
+def test_a_model_that_lies_in_one_file_and_in_shards_with_an_index_is_refused(
+    tmp_path: Path,
+) -> None:
+    folder = saved(sharded(tmp_path / "m"), model={"a": 1, "b": 1, "c": 1})
+    with pytest.raises(CheckpointError, match=rf"model twice.*{ONE}.*remove model\.safetensors, or"):
+        open_checkpoint(str(folder), "m")
+    for shard in (ONE, TWO):
+        (folder / shard).unlink()
+    assert values_of(folder) == {"a": 1, "b": 1, "c": 1}  # an index of an earlier save is left
+
+
 def test_pickled_weights_are_never_read_and_the_error_says_how_to_convert(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04")
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin.*mergepipe convert"):
