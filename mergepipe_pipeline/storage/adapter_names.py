@@ -6,6 +6,7 @@ Every tensor finds its place, or the adapter is refused.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -165,11 +166,20 @@ def unusable(
     entry: TensorEntry, checkpoint: Checkpoint, what: str, expected: str, found: str
 ) -> CheckpointError:
     """The error for a tensor of an adapter or a delta that cannot be used."""
-    kind = "A delta" if checkpoint.kind == "delta" else "An adapter"
+    is_delta = checkpoint.kind == "delta"
     return CheckpointError(
-        f"{kind} holds a tensor {what}",
+        f"{'A delta' if is_delta else 'An adapter'} holds a tensor {what}",
         where=f"{checkpoint.root}, {entry.file}, {entry.name}",
         expected=expected,
         found=found,
-        next_step="give the base it was trained on, or merge it into that base and give the result",
+        next_step="give the base that it was taken from"
+        if is_delta
+        else f"give the base it was trained on{_trained_on(checkpoint)}, and if that is quantised, "
+        "the 16-bit model that it was made from; or merge the two with peft and give the result",
     )
+
+
+def _trained_on(checkpoint: Checkpoint) -> str:
+    """The base that an adapter's config names, in brackets; nothing where it names none."""
+    base = json.loads(checkpoint.adapter_config or "{}").get("base_model_name_or_path")
+    return f" ({base})" if isinstance(base, str) and base and base.isprintable() else ""

@@ -30,6 +30,7 @@ from mergepipe_pipeline.storage.regular import text_of, too_large
 from mergepipe_pipeline.storage.shards import missing_shard
 from mergepipe_pipeline.storage.side_files import CONFIG, MAX_JSON_NBYTES, side_files
 from mergepipe_pipeline.storage.source import CheckpointSource, FetchedAhead, open_source
+from mergepipe_pipeline.storage.unread_forms import pickled, refuse_mlx, refuse_ungathered
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -79,6 +80,7 @@ def open_checkpoint(uri: str, name: str, *, probes: bool = True) -> Checkpoint:
             tensors = _plainly_named(tensors, uri)
         if not tensors:
             raise _empty(kind, uri)
+        refuse_ungathered(tensors, kind, uri)
         config = None
         if CONFIG in side_files(source, uri):
             config = _json_text(source, CONFIG, uri)
@@ -128,6 +130,9 @@ def _adapter_config(source: CheckpointSource, present: list[str], uri: str) -> s
     """Text of an adapter's config; None if the folder holds no adapter."""
     if ADAPTER_CONFIG not in present and ADAPTER_WEIGHTS not in present:
         return None
+    text = _json_text(source, ADAPTER_CONFIG, uri) if ADAPTER_CONFIG in present else None
+    if text is not None and ADAPTER_WEIGHTS not in present:
+        refuse_mlx(text, uri)
     other_weights = [f for f in present if f.endswith(_WEIGHTS) and f != ADAPTER_WEIGHTS]
     if other_weights:
         raise CheckpointError(
@@ -139,8 +144,8 @@ def _adapter_config(source: CheckpointSource, present: list[str], uri: str) -> s
         )
     missing = ADAPTER_CONFIG if ADAPTER_WEIGHTS in present else ADAPTER_WEIGHTS
     if "adapter_model.bin" in present and missing == ADAPTER_WEIGHTS:
-        raise _pickled(["adapter_model.bin"], ADAPTER_WEIGHTS, uri)
-    if not {ADAPTER_CONFIG, ADAPTER_WEIGHTS} <= set(present):
+        raise pickled(["adapter_model.bin"], ADAPTER_WEIGHTS, uri)
+    if text is None or ADAPTER_WEIGHTS not in present:
         raise IncompleteCheckpointError(
             "Half of an adapter is not there yet",
             where=f"{uri}, {missing}",
@@ -148,7 +153,6 @@ def _adapter_config(source: CheckpointSource, present: list[str], uri: str) -> s
             found="no such file",
             next_step="let the copy finish, or copy the missing file",
         )
-    text = _json_text(source, ADAPTER_CONFIG, uri)
     load_object(text, f"{uri}, {ADAPTER_CONFIG}", ADAPTER_CONFIG_KIND)
     return text
 
@@ -180,19 +184,6 @@ def _empty(kind: CheckpointKind, uri: str) -> CheckpointError:
     )
 
 
-def _pickled(files: list[str], expected: str, uri: str) -> CheckpointError:
-    return CheckpointError(
-        "This format is never read: loading it can run code",
-        where=f"{uri}, {text_of(files[0])}",
-        expected=expected,
-        found=text_of(", ".join(files[:3])),
-        next_step="GGUF is for inference: get the model that it was made from"
-        if files[0].endswith(".gguf")
-        else ("download it, then " if "://" in uri else "")
-        + "`mergepipe convert` writes it as safetensors, and runs nothing of it",
-    )
-
-
 def _weight_files(present: list[str], uri: str) -> list[str]:
     """The one file that transformers reads, or all there are but a second form of the same."""
     if SINGLE in present:
@@ -212,7 +203,7 @@ def _weight_files(present: list[str], uri: str) -> list[str]:
         return files
     pickles = [f for f in present if f.endswith(_PICKLES)]
     if pickles:
-        raise _pickled(pickles, "*.safetensors", uri)
+        raise pickled(pickles, "*.safetensors", uri)
     raise IncompleteCheckpointError(
         "A folder holds no weights",
         where=uri,

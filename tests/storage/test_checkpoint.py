@@ -312,6 +312,26 @@ def test_an_adapter_beside_full_weights_is_refused(tmp_path: Path) -> None:
         open_checkpoint(str(folder), "m")
 
 
+def test_an_adapter_of_mlx_is_refused_with_how_to_fuse_it(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "a", adapters={"model.layers.0.self_attn.q_proj.lora_a": 1})
+    saved(folder, **{"0000100_adapters": {"model.layers.0.self_attn.q_proj.lora_a": 1}})
+    config: dict[str, object] = {"fine_tune_type": "lora", "model": "org/m-4bit", "num_layers": 16}
+    config["lora_parameters"] = {"rank": 8, "scale": 20.0, "dropout": 0.0}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"MLX.*mlx_lm\.fuse --model org/m-4bit .*dequantize"):
+        open_checkpoint(str(folder), "a")
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", ADAPTER])
+def test_weights_that_zero_3_left_empty_are_refused(tmp_path: Path, file: str) -> None:
+    if file == ADAPTER:
+        adapter(tmp_path)
+    empty, whole = np.ones(0, np.float32), np.ones(3, np.float32)
+    save_file({"q.weight": empty, "k.weight": empty, "q.bias": whole}, tmp_path / file)
+    with pytest.raises(CheckpointError, match=r"not gathered.*2 of 3 tensors.*zero_to_fp32\.py"):
+        open_checkpoint(str(tmp_path), "m")
+
+
 def test_a_mark_in_every_header_makes_a_delta_checkpoint(tmp_path: Path) -> None:
     x = {"w": np.ones(3, np.float32)}, {"v": np.ones(3, np.float32)}
     save_file(x[0], tmp_path / ONE, {"mergepipe": "delta", "format": "pt"})
