@@ -144,7 +144,7 @@ def _config(
     recipe: Recipe, models: Sequence[Model], template: int
 ) -> list[tuple[str, ConfigValue]]:
     config = config_of(models[template])
-    changes = layer_changes(recipe, models, template)
+    changes = [*models[template].becomes, *layer_changes(recipe, models, template)]
     rows = _vocabulary_rows(recipe, models)
     if rows is not None:
         changes += [

@@ -31,6 +31,7 @@ from mergepipe_pipeline.resolution.plain_numbers import (
     coded_problem,
     refuse_coded,
 )
+from mergepipe_pipeline.resolution.task_heads import as_classifier, refuse_language_base
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.layers import embedding_like, is_post, tied_partner
 from mergepipe_pipeline.spec.model import Model
@@ -192,6 +193,7 @@ def _on_base(checkpoint: Checkpoint, base: Model | None) -> Model:
     if checkpoint.kind == "delta":
         views = delta_views(checkpoint)
         return Model(checkpoint.name, (checkpoint,), views, is_partial=True)
+    refuse_language_base(base, checkpoint)
     views, unties = _laid_on(base, checkpoint)
     completed = {n: _with_weights(v, base.views.get(n, v), 1) for n, v in views.items()}
     checkpoints = (checkpoint, *(base.checkpoints if completed != views else ()))
@@ -223,7 +225,8 @@ def _tied(model: Model) -> Tied | None:
     """A model's embedding with the head that its config makes the same, stored or not."""
     names = [n for n in model.views if embedding_like(n) and n.endswith(".weight")]
     embeddings = [n for n in names if not is_post(n)]
-    if model.unties or len(embeddings) != 1 or not ties_head(model.checkpoint.config):
+    is_tied = not model.unties and not model.becomes and ties_head(model.checkpoint.config)
+    if len(embeddings) != 1 or not is_tied:
         return None
     stored = [n for n in names if is_post(n)]
     (name,) = embeddings
@@ -251,6 +254,7 @@ def _adapted(model: Model, adapter: Checkpoint) -> Model:
     """A whole model with an adapter on it, as its own tensors plus low-rank updates."""
     if updates_fused(adapter):
         model = laid_out(model, FUSED)
+    model = as_classifier(model, adapter)
     changes, unties = _laid_on(model, adapter)
     views: dict[str, TensorView] = dict(model.views)
     for name, change in changes.items():
@@ -274,7 +278,8 @@ def _adapted(model: Model, adapter: Checkpoint) -> Model:
     if unties:
         _refuse_other_rows(model, adapter, views)
     name = f"{model.name}+{adapter.name}"
-    return Model(name, (*model.checkpoints, adapter), views, unties=unties)
+    checkpoints = (*model.checkpoints, adapter)
+    return Model(name, checkpoints, views, unties=unties, becomes=model.becomes)
 
 
 def _with_weights(change: TensorView, own: TensorView, offset: int) -> TensorView:

@@ -12,6 +12,7 @@ from functools import cached_property
 
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.spec.plan import ConfigValue
 from mergepipe_pipeline.spec.view import Part, RowValues, TensorView, Update
 
 
@@ -21,7 +22,8 @@ class Model:
 
     `is_partial`: it lacks the tensors in which it equals its base. `variant` names what was done to
     the views beyond what the checkpoints say (empty: nothing). `unties`: its adapter gives it a
-    head of its own where the config says that the embedding is the head.
+    head of its own where the config says that the embedding is the head. `becomes` is what its
+    adapter changes in the config: key and value.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Model:
     is_partial: bool = False
     variant: str = ""
     unties: bool = False
+    becomes: tuple[tuple[str, ConfigValue], ...] = ()
 
     @cached_property
     def model_id(self) -> str:

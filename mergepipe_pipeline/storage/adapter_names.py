@@ -91,6 +91,12 @@ def _place(
     return own.rpartition(".")[0], role, _base_name(own, places, entry, checkpoint)
 
 
+def whole_name(entry: TensorEntry) -> str | None:
+    """The name in the adapted model of a tensor that is stored whole; None for an update."""
+    key = plain_name(entry.name)
+    return None if _UPDATE.fullmatch(key) else _WRAPPER.sub("", key)
+
+
 def _parameters(checkpoint: Checkpoint, places: _Places, config: AdapterConfig) -> dict[str, str]:
     """The updated parameter, by the key of the module that wraps it.
 

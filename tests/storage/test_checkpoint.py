@@ -198,7 +198,9 @@ def test_a_model_that_lies_in_one_file_and_in_shards_with_an_index_is_refused(
     tmp_path: Path,
 ) -> None:
     folder = saved(sharded(tmp_path / "m"), model={"a": 1, "b": 1, "c": 1})
-    with pytest.raises(CheckpointError, match=rf"model twice.*{ONE}.*remove model\.safetensors, or"):
+    with pytest.raises(
+        CheckpointError, match=rf"model twice.*{ONE}.*remove model\.safetensors, or"
+    ):
         open_checkpoint(str(folder), "m")
     for shard in (ONE, TWO):
         (folder / shard).unlink()
