@@ -109,6 +109,8 @@ def check_slices(
     problems: Problems,
 ) -> None:
     """Add a problem per slice with a model twice, too few or many, or without its base's layers."""
+    for module in modules:
+        _check_empty(module, problems)
     for part in (part for module in modules for part in module.slices):
         _check_twice(part, references, problems)
         _check_lengths(part, problems)
@@ -159,6 +161,19 @@ def _check_twice(part: Slice, references: Sequence[ModelRef], problems: Problems
             text = references[entry.model].text
             problems.add(entry.level.path, f"the base {text!r} is listed twice; list it once")
         seen.add(entry.model)
+
+
+def _check_empty(module: Module, problems: Problems) -> None:
+    """Add a problem per slice without a layer, but for a last one: it gives norm and head."""
+    full = any(not part.is_empty for part in module.slices)
+    for part in module.slices[: -1 if full else None]:
+        for entry in part.entries if part.is_empty else ():
+            start, end = entry.layers or (0, 0)
+            problems.add(
+                (*entry.level.path, "layer_range"),
+                f"[{start}, {end}] takes no layer, as the end is not included: "
+                f"[{start}, {start + 1}] is layer {start} alone",
+            )
 
 
 def _check_lengths(part: Slice, problems: Problems) -> None:

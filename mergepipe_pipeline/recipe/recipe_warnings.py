@@ -29,6 +29,12 @@ def recipe_warnings(parsed: ParsedRecipe, schema: OperatorSchema) -> list[str]:
     """The warnings that a recipe's text and its method give reason for."""
     warnings = _base_warnings(parsed, schema)
     warnings += _method_warnings(schema, [level for level, _ in parsed.levels()])
+    warnings += [
+        f"{shown_path(part.level.path)} takes no layer, as the end of a layer_range is not "
+        "included: it gives the last norm and the head, as in mergekit"
+        for _, part in parsed.slices()
+        if part.is_empty
+    ]
     for level, _ in parsed.levels():
         for name in level.settings:
             place = shown_path((*level.path, "parameters", name))

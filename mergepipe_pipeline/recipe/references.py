@@ -15,6 +15,11 @@ from mergepipe_pipeline.spec.recipe import ModelRef
 
 _PATH_STARTS = ("/", ".", "~")
 _HUB = "hf://"
+#: What to do with several adapters on one model.
+ONE_BY_ONE = (
+    "merge the model with its first adapter in a document before this one (`name: first`, "
+    "`merge_method: passthrough`), and write first+ADAPTER here"
+)
 _MAPPING_KEYS = ("model", "lora", "override_architecture")
 
 
@@ -78,7 +83,9 @@ def _split_lora(text: str) -> tuple[str, str | None]:
         elif signs != 1 or not after.startswith(_PATH_STARTS):
             return text, None
     elif signs > 1:
-        raise UnreadableReference(f"a model takes one LoRA adapter, found {signs} in {shown(text)}")
+        raise UnreadableReference(
+            f"a model takes one LoRA adapter, found {signs} in {shown(text)}: {ONE_BY_ONE}"
+        )
     if not before or not after:
         raise UnreadableReference(f"expected a name on either side of `+`, found {shown(text)}")
     return before, after

@@ -65,9 +65,11 @@ def _text(value: str) -> str:
 
 def _layer_range(value: object) -> object:
     layers = layer_range(value)
-    if layers is None or not 0 <= layers[0] < layers[1]:
+    # The last slice may have no layer: `checks` sees which one is the last.
+    if layers is None or not (0 <= layers[0] < layers[1] or 0 < layers[0] == layers[1]):
         raise ValueError(
-            f"expected [start, end) in whole numbers, 0 <= start < end, found {shown(value)}"
+            "expected [start, end) in whole numbers, 0 <= start < end (the end is not included: "
+            f"[0, 1] is layer 0 alone), found {shown(value)}"
         )
     return value
 

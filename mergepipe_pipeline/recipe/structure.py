@@ -62,6 +62,14 @@ class Slice:
         """Whether the models stand here as they are, all layers of them."""
         return all(entry.layers is None for entry in self.entries)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no layer is taken here."""
+        return bool(self.entries) and all(
+            entry.layers is not None and entry.layers[0] == entry.layers[1]
+            for entry in self.entries
+        )
+
     def contributing(self, base_takes_part: bool) -> tuple[Entry, ...]:
         """The entries that are merged: without the base, unless it `base_takes_part`."""
         return tuple(e for e in self.entries if base_takes_part or e.model != self.base)

@@ -19,7 +19,7 @@ from mergepipe_pipeline.errors import (
     IncompleteCheckpointError,
 )
 from mergepipe_pipeline.recipe.problems import suggest
-from mergepipe_pipeline.recipe.references import UnreadableReference, parse_reference
+from mergepipe_pipeline.recipe.references import ONE_BY_ONE, UnreadableReference, parse_reference
 from mergepipe_pipeline.remote.address import is_address, is_hub_name, parse_address
 from mergepipe_pipeline.resolution.addresses import at_address, is_offline, look_again, on_hub
 from mergepipe_pipeline.resolution.names import free_name
@@ -132,7 +132,9 @@ def _unknown(catalog: Catalog, text: str, near: str) -> CheckpointError:
         expected="a folder with safetensors, a model in the Hugging Face cache, an address like "
         "hf://org/model or s3://bucket/prefix, or one of the names of `mergepipe ls`",
         found=f"no such name, and nothing at {text!r}{suggest(text, catalog.names()) or near}",
-        next_step="check the spelling, or give the model's folder or address",
+        next_step=f"check the path; of several adapters on one model, {ONE_BY_ONE}"
+        if text.count("+") > 1
+        else "check the spelling, or give the model's folder or address",
     )
 
 

@@ -90,7 +90,7 @@ class Checkpoint:
             return ()
         own = listed([f.path for f in self.files], _MOST_NAMED)
         beside = listed(self.ignored_files, _MOST_NAMED)
-        return (f"{self.name}: the model is {own}, as transformers loads it; {beside} is not read",)
+        return (f"{self.name} is read from {own}, as transformers loads it, not from {beside}",)
 
     @cached_property
     def checkpoint_id(self) -> str:

@@ -355,5 +355,6 @@ def _check_names(tensors: list[TensorEntry], weight_map: dict[str, str], uri: st
             where=f"{uri}, tensor {name}",
             expected=f"in {weight_map.get(name, 'no file')} as the index says",
             found=f"in {seen.get(name, 'no file')}",
-            next_step="copy the index and the shards again",
+            next_step="copy the index and the shards again; if they are so where they come from, "
+            "load the model with transformers and save it",
         )

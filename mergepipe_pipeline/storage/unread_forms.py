@@ -59,5 +59,6 @@ def refuse_ungathered(tensors: Sequence[TensorEntry], kind: CheckpointKind, uri:
         found=f"{len(empty)} of {len(tensors)} tensors of shape [0], as DeepSpeed ZeRO-3 leaves "
         "them on each process",
         next_step="run `python zero_to_fp32.py . OUT --safe_serialization` in the folder that "
-        "training saved it in, and give OUT; or save again with `stage3_gather_16bit_weights_on_model_save: true`",
+        "training saved it in, and give OUT; or save again with "
+        "`stage3_gather_16bit_weights_on_model_save: true`",
     )

@@ -522,6 +522,23 @@ def test_an_adapter_may_lie_on_the_result_of_an_earlier_stage(
         assert torch.equal(value, by_hand[name]), name
 
 
+def test_two_adapters_on_one_model_are_refused_with_a_step_that_works(
+    home: Warehouse, zoo: Zoo
+) -> None:
+    base, first, second = zoo.bases["llama"], zoo.adapters["plain"], zoo.adapters["whole modules"]
+    text = recipe("passthrough", None, [f"{base}+{first}+{second}"]).replace("weight: 0.5", "")
+    with pytest.raises(CheckpointError, match=r"`name: first`.*first\+ADAPTER"):
+        resolve(home, parse(text, name="t", where="t"))
+    steps = f"name: first\nmerge_method: passthrough\nmodels: [{{model: {base}+{first}}}]\n---\n"
+    steps += f"merge_method: passthrough\nmodels: [{{model: first+{second}}}]\n"
+    merged, below = tensors(run(home, steps).snapshot.path), tensors(zoo.merged["plain"])
+    whole = tensors(zoo.merged["whole modules"])
+    changed = tensors(base)
+    for name, value in merged.items():
+        expected = below[name] + whole[name] - changed[name]
+        torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5, msg=name)
+
+
 @pytest.mark.parametrize("method", ["task_arithmetic", "ties", "linear", "slerp", "model_stock"])
 def test_a_model_with_an_adapter_may_be_the_base(
     home: Warehouse, zoo: Zoo, tmp_path: Path, method: str

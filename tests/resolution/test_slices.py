@@ -132,6 +132,36 @@ def test_embeddings_are_the_first_slices_and_the_head_the_last_slices(
     assert torch.equal(merged["lm_head.weight"], last["lm_head.weight"])
 
 
+def test_a_last_slice_without_layers_gives_norm_and_head_as_in_mergekit(
+    home: Warehouse, pair: Path
+) -> None:
+    a, b = pair / "a", pair / "b"
+    outcome = run(home, stacked([(a, 0, 3), (b, 4, 4)]))
+    first, last = tensors(a), tensors(b)
+    ends = {n: last[n] for n in ("model.norm.weight", "lm_head.weight")}
+    below = {"model.embed_tokens.weight": first["model.embed_tokens.weight"]}
+    assert_equal(tensors(outcome.snapshot.path), layers_of(first, (0, 1, 2), 0) | below | ends)
+    assert config_of(outcome.snapshot.path)["num_hidden_layers"] == 3
+    assert any("slices[1] takes no layer" in w for w in outcome.plan.warnings)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "place"),
+    [
+        ([("a", 0, 3), ("b", 3, 3), ("a", 3, 4)], r"slices\[1\]"),
+        ([("a", 3, 3)], r"slices\[0\]"),
+        ([("a", 0, 0), ("b", 1, 4)], r"slices\[0\]"),
+        ([("a", 0, 3), ("b", 0, 0)], r"slices\[1\]"),
+    ],
+)
+def test_other_slices_without_layers_are_refused_as_the_end_is_not_included(
+    pair: Path, pieces: list[tuple[str, int, int]], place: str
+) -> None:
+    text = stacked([(pair / name, start, end) for name, start, end in pieces])
+    with pytest.raises(RecipeError, match=r"end is not included.*is layer \d alone.*" + place):
+        parse(text, name="t", where="t")
+
+
 def test_a_stack_loads_in_transformers_with_its_new_depth(home: Warehouse, pair: Path) -> None:
     outcome = run(home, stacked([(pair / "a", 0, 3), (pair / "b", 1, 4)]))
     from transformers import AutoConfig
