@@ -16,6 +16,7 @@ from mergepipe_pipeline.cli.common import (
     verb,
 )
 from mergepipe_pipeline.cli.evaluation import metrics_text
+from mergepipe_pipeline.cli.mergekit_flags import RecipeCommand
 from mergepipe_pipeline.cli.packs import estimate_lines
 from mergepipe_pipeline.cli.reading import AS_WRITTEN, reading, reading_options
 from mergepipe_pipeline.cli.selected import selected_lines
@@ -64,7 +65,7 @@ def planning_options(function: Callable[..., None]) -> Callable[..., None]:
     return reading_options(function)
 
 
-@click.command()
+@click.command(cls=RecipeCommand)
 @click.argument("recipe", type=click.Path())
 @planning_options
 @verb
@@ -141,7 +142,7 @@ def _stage_lines(resolved: ResolvedRecipe, packed: PackedCost | None) -> tuple[s
     )
 
 
-@click.command()
+@click.command(cls=RecipeCommand)
 @click.argument("recipe", type=click.Path())
 @planning_options
 @download_options
@@ -256,7 +257,7 @@ def _plan(console: Console, recipe: str, planning: dict[str, Any]) -> MergePlan:
     )
 
 
-@click.command()
+@click.command(cls=RecipeCommand)
 @click.argument("recipe", type=click.Path())
 @planning_options
 @click.option("--out", type=click.Path(), help="Also write a plain Hugging Face folder here.")

@@ -104,3 +104,52 @@ def test_progress_says_how_far_work_came_that_failed() -> None:
     with pytest.raises(OSError, match="gone"):
         failing()
     assert json.loads(out.getvalue().splitlines()[-1])["done"] == 7
+
+
+def test_options_of_mergekit_are_answered_one_by_one_with_what_to_write_here() -> None:
+    words = "merge r.yml out --cuda --random-seed 7 --lazy-unpickle --lora-merge-cache=x -j 4"
+    result = CliRunner().invoke(main, [*words.split(), "--no-quiet", "--threads", "2"])
+    assert result.exit_code == 2
+    lines = dict(line.strip().split(": ", 1) for line in result.stderr.splitlines()[-7:])
+    assert lines == {
+        "out": "write `--out out`",
+        "--cuda": "write `--device cuda` after `merge`",
+        "--random-seed": "write `seed: N` in the recipe",
+        "--lazy-unpickle": "leave it out: safetensors are read in parts, and `mergepipe convert` "
+        "makes them of .bin",
+        "--lora-merge-cache": "leave it out: adapters are merged as they are read",
+        "-j": "write `--threads N` after `merge`",
+        "--no-quiet": "leave it out",
+    }
+
+
+@pytest.mark.parametrize("verb_name", ["check", "plan", "merge"])
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ("r.yml out", "`--out out`"),
+        ("--allow-crimes r.yml", "architectures"),
+        ("r.yml --trust-remote-code", "no code of a model is run"),
+    ],
+)
+def test_each_command_over_recipes_answers_alone(verb_name: str, words: str, answer: str) -> None:
+    result = CliRunner().invoke(main, [verb_name, *words.split()])
+    assert result.exit_code == 2
+    assert answer in result.stderr
+
+
+def test_every_option_of_mergekit_has_an_answer_or_is_one_here() -> None:
+    options_of_merge = pytest.importorskip("mergekit.scripts.run_yaml").main
+    own = {name for p in main.commands["merge"].params for name in (*p.opts, *p.secondary_opts)}
+    theirs = {
+        n for p in options_of_merge.params for n in (*p.opts, *p.secondary_opts) if n[0] == "-"
+    }
+    for name in sorted(theirs - own - {"--help"}):
+        result = CliRunner().invoke(main, ["merge", "r.yml", name])
+        assert f"  {name}: " in result.stderr, name
+
+
+def test_other_slips_are_told_as_before() -> None:
+    result = CliRunner().invoke(main, ["merge", "r.yml", "--budgt", "5%"])
+    assert "No such option" in result.stderr
+    assert "mergekit" not in result.stderr
