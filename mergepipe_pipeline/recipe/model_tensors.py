@@ -228,7 +228,7 @@ class Tables:
             f"{self.refs[model].text!r} has {len(names)} tensors that {which}, "
             f"first {next(iter(names))}: they are {done}"
             for noted, which, done in (
-                (self._extra, "the result has not", "left out"),
+                (self._extra, "the result has not", "left out (make it the base model to keep them)"),
                 (self._alone, "no other model has", "copied"),
             )
             for model, names in noted.items()

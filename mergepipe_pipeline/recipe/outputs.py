@@ -184,7 +184,7 @@ class Outputs:
             return False
         if self.tables.partner(lead, twin) is not None:
             return True
-        if is_optional(name) and not is_head(name):
+        if is_optional(name) and not is_head(name) and not self._is_of_other_part(twin, lead):
             return True
         is_needed = self.tables.needs(lead, twin) and self.tables.has_in_another_layer(lead, twin)
         if is_needed or (is_head(name) and not has_base):
@@ -208,6 +208,10 @@ class Outputs:
             is_stored = name in self.tables[ends]
             if belongs(name) and is_head(name) and not is_stored and self.tables.find(ends, name):
                 yield self._slot(last, name, 0.0, _same, levels)
+
+    def _is_of_other_part(self, twin: str, lead: int) -> bool:
+        """Whether a bias is of a module that the lead does not have, as of a tower that sees."""
+        return self.tables.find(lead, f"{twin.removesuffix('.bias')}.weight") is None
 
     def _same_names(
         self, part: Slice, belongs: Callable[[str], bool], levels: tuple[Level, ...]

@@ -72,8 +72,8 @@ def test_tensors_beyond_the_bases_are_left_out_with_a_warning() -> None:
     recipe = resolve(TIES, {"b": table((*NAMES, "score.weight"))})
     assert "score.weight" not in inputs(recipe)
     assert (
-        "'b' has 1 tensors that the result has not, first score.weight: they are left out"
-        in recipe.warnings
+        "'b' has 1 tensors that the result has not, first score.weight: they are left out "
+        "(make it the base model to keep them)" in recipe.warnings
     )
 
 
@@ -201,6 +201,16 @@ def test_an_optional_tensor_that_the_base_lacks_is_a_problem_where_deltas_are_me
     bias = "model.layers.0.mlp.up.bias"
     (problem,) = _problems(TIES, tables={"b": table((*NAMES, bias))})
     assert problem.endswith(f"the base lacks an optional tensor that 'b' has, tensor {bias}")
+
+
+@pytest.mark.parametrize("text", [TIES, LINEAR])
+def test_a_part_that_the_lead_has_not_is_left_out_with_its_biases(text: str) -> None:
+    tower = [f"visual.blocks.{i}.attn.proj.{kind}" for i in (0, 1) for kind in ("weight", "bias")]
+    recipe = resolve(text, {"b": table((*NAMES, *tower))})
+    assert not [t.name for t in recipe.tensors if t.name in tower]
+    (warning,) = (w for w in recipe.warnings if "'b'" in w)
+    assert warning.startswith(f"'b' has 4 tensors that the result has not, first {tower[0]}")
+    assert warning.endswith("make it the base model to keep them)")
 
 
 def test_an_optional_tensor_of_too_few_models_is_copied_or_left_out() -> None:
