@@ -31,6 +31,10 @@ Table = Mapping[str, TensorEntry | TensorView]
 Belongs = Callable[[str], bool]
 
 
+#: What keeps tensors that only another model than the base has.
+_KEEP = "make it the base model to keep them"
+
+
 @dataclass
 class Tables:
     """The models' tensors by name; `partial[i]` says that model i has changed tensors only.
@@ -228,7 +232,7 @@ class Tables:
             f"{self.refs[model].text!r} has {len(names)} tensors that {which}, "
             f"first {next(iter(names))}: they are {done}"
             for noted, which, done in (
-                (self._extra, "the result has not", "left out (make it the base model to keep them)"),
+                (self._extra, "the result has not", f"left out ({_KEEP})"),
                 (self._alone, "no other model has", "copied"),
             )
             for model, names in noted.items()

@@ -119,7 +119,7 @@ DEVIATIONS: dict[str, tuple[str, ...]] = {
     "`chat_template: alpaca`, `mistral`, `llama3`, `exaone`": (
         f"{_INPUTS}::test_chat_templates_by_name_render_as_mergekits_for_chatml_alone",
     ),
-    "a `density` below 0, an empty `layer_range`, one in quotes": (
+    "a `density` below 0, an empty `layer_range` before the last slice, one in quotes": (
         f"{_INPUTS}::test_mergekit_takes_settings_without_a_meaning_and_we_refuse_them",
     ),
     "unknown keys": (f"{_INPUTS}::test_mergekit_ignores_unknown_keys_and_we_refuse_them",),
