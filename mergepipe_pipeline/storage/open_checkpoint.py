@@ -140,7 +140,9 @@ def _adapter_config(source: CheckpointSource, present: list[str], uri: str) -> s
             where=uri,
             expected=f"{ADAPTER_CONFIG} and {ADAPTER_WEIGHTS} alone, or no adapter",
             found=text_of(", ".join(other_weights[:3])),
-            next_step="move the adapter into a folder of its own",
+            next_step="move the adapter into a folder of its own"
+            if ADAPTER_WEIGHTS in present
+            else f"remove {ADAPTER_CONFIG}: its adapter is not here",
         )
     missing = ADAPTER_CONFIG if ADAPTER_WEIGHTS in present else ADAPTER_WEIGHTS
     if "adapter_model.bin" in present and missing == ADAPTER_WEIGHTS:

@@ -314,6 +314,19 @@ def test_an_adapter_beside_full_weights_is_refused(tmp_path: Path) -> None:
         open_checkpoint(str(folder), "m")
 
 
+def test_a_model_with_the_config_of_an_adapter_that_is_not_there_is_told_to_remove_it(
+    tmp_path: Path,
+) -> None:
+    folder = saved(adapter(tmp_path / "m"), model={"w": 1})
+    with pytest.raises(CheckpointError, match="folder of its own"):
+        open_checkpoint(str(folder), "m")
+    (folder / ADAPTER).unlink()
+    with pytest.raises(CheckpointError, match=r"remove adapter_config\.json"):
+        open_checkpoint(str(folder), "m")
+    (folder / "adapter_config.json").unlink()
+    assert values_of(folder) == {"w": 1}
+
+
 def test_an_adapter_of_mlx_is_refused_with_how_to_fuse_it(tmp_path: Path) -> None:
     folder = saved(tmp_path / "a", adapters={"model.layers.0.self_attn.q_proj.lora_a": 1})
     saved(folder, **{"0000100_adapters": {"model.layers.0.self_attn.q_proj.lora_a": 1}})
