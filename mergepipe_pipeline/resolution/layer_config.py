@@ -74,7 +74,7 @@ class _Layers:
 def config_of(model: Model) -> dict[str, Any]:
     """A model's config, empty where it has none. Raises CheckpointError."""
     where = f"{model.checkpoint.root}, config.json"
-    return load_object(model.checkpoint.config or "{}", where, "A model's config")
+    return load_object(model.config or "{}", where, "A model's config")
 
 
 def config_places(config: Mapping[str, Any], keys: Sequence[str]) -> list[str]:

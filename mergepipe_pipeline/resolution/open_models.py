@@ -225,8 +225,7 @@ def _tied(model: Model) -> Tied | None:
     """A model's embedding with the head that its config makes the same, stored or not."""
     names = [n for n in model.views if embedding_like(n) and n.endswith(".weight")]
     embeddings = [n for n in names if not is_post(n)]
-    is_tied = not model.unties and not model.becomes and ties_head(model.checkpoint.config)
-    if len(embeddings) != 1 or not is_tied:
+    if model.unties or len(embeddings) != 1 or not ties_head(model.config):
         return None
     stored = [n for n in names if is_post(n)]
     (name,) = embeddings

@@ -281,7 +281,7 @@ def open_stage(
         raise several(problems, parsed)
     is_partial = [m.is_partial for m in models]
     depths = [depth_of(m) for m in models]
-    ties = [ties_head(m.checkpoint.config) for m in models]
+    ties = [ties_head(m.config) for m in models]
     recipe = resolve_recipe(parsed, [m.views for m in models], SCHEMAS, is_partial, depths, ties)
     models = [_completed(m, n, recipe, models) for n, m in enumerate(models)]
     refuse_coded_arithmetic(recipe, models)
@@ -337,7 +337,7 @@ def _refuse_lost_head(recipe: Recipe, template: Model) -> None:
     """Raise RecipeError where the model that gives the config has a head, and the result none."""
     names = {t.name for t in recipe.tensors}
     lost = [n for n in template.views if is_head(n) and n not in names]
-    if lost and not ties_head(template.checkpoint.config):
+    if lost and not ties_head(template.config):
         raise RecipeError(
             "The result lacks the head that its config is for",
             where=recipe.name,

@@ -61,7 +61,7 @@ def as_classifier(model: Model, adapter: Checkpoint) -> Model:
             changes |= {f"id2label.{i}": f"LABEL_{i}", f"label2id.LABEL_{i}": i}
     views = dict(model.views)
     if lacks_head(model, adapter):
-        changes["architectures"] = (_class(model, adapter, text, next(iter(heads))),)
+        changes["architectures"] = [_class(model, adapter, text, next(iter(heads)))]
         views = {n: v for n, v in views.items() if not _predicts_tokens(n)}
         _refuse_other_names(model, adapter, {*views, *heads})
     views |= {name: view_of(entry) for name, entry in heads.items()}

@@ -6,6 +6,7 @@ a checkpoint with an adapter on it, or any of these with its embeddings in anoth
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -46,6 +47,14 @@ class Model:
     def checkpoint(self) -> Checkpoint:
         """The checkpoint that the model's files beside weights come from."""
         return self.checkpoints[0]
+
+    @cached_property
+    def config(self) -> str | None:
+        """The text of its config.json, with the class that its adapter makes of it."""
+        classes = dict(self.becomes).get("architectures")
+        if classes is None:
+            return self.checkpoint.config
+        return json.dumps(json.loads(self.checkpoint.config or "{}") | {"architectures": classes})
 
     @property
     def nbytes(self) -> int:
