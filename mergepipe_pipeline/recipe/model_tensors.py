@@ -15,6 +15,7 @@ from mergepipe_pipeline.spec.checkpoint import TensorEntry
 from mergepipe_pipeline.spec.layers import (
     embedding_like,
     is_head,
+    beside_rows,
     layer_index,
     layer_stack,
     part_that_needs,
@@ -173,7 +174,7 @@ class Tables:
         self.check_kind(model, tensor, like, owner)
         if entry.shape == like.shape:
             return
-        if embedding_like(tensor) and entry.shape[1:] == like.shape[1:]:
+        if beside_rows(tensor, entry.shape) == beside_rows(tensor, like.shape) is not None:
             return
         text = (
             f"first {tensor} with {list(entry.shape)} where {self.refs[owner].text!r} has "

@@ -19,11 +19,12 @@ from mergepipe_pipeline.resolution.layer_config import (
     layer_changes,
 )
 from mergepipe_pipeline.resolution.plain_numbers import stale_settings
+from mergepipe_pipeline.resolution.vocabulary_tables import size_changes
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.layers import embedding_like, is_post
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.plan import ConfigValue
-from mergepipe_pipeline.spec.recipe import Recipe, TensorRecipe
+from mergepipe_pipeline.spec.recipe import Recipe
 from mergepipe_pipeline.storage.side_files import side_files
 from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.tokenizer.chat import chat_template, with_chat_template
@@ -145,11 +146,7 @@ def _config(
 ) -> list[tuple[str, ConfigValue]]:
     config = config_of(models[template])
     changes = [*models[template].becomes, *layer_changes(recipe, models, template)]
-    rows = _vocabulary_rows(recipe, models)
-    if rows is not None:
-        changes += [
-            (k, rows) for k in config_places(config, ("vocab_size",)) if at_place(config, k) != rows
-        ]
+    changes += size_changes(recipe, models, template, config)
     if _must_untie(recipe, models, config):
         places = dict.fromkeys(
             ("tie_word_embeddings", *config_places(config, ("tie_word_embeddings",)))
@@ -157,20 +154,6 @@ def _config(
         changes += [(place, False) for place in places]
     stale = stale_settings(recipe, models, models[template].checkpoint)
     return changes + [(place, None) for place in stale]
-
-
-def _vocabulary_rows(recipe: Recipe, models: Sequence[Model]) -> int | None:
-    """Rows of the output's input embedding."""
-    for t in recipe.tensors:
-        if embedding_like(t.name) and not is_post(t.name):
-            return _like(t, models)
-    return None
-
-
-def _like(t: TensorRecipe, models: Sequence[Model]) -> int:
-    if t.base is not None:
-        return models[t.base.model].views[t.base.tensor].shape[0]
-    return models[t.inputs[0].model].views[t.inputs[0].tensor].shape[0]
 
 
 def _must_untie(recipe: Recipe, models: Sequence[Model], config: Mapping[str, Any]) -> bool:

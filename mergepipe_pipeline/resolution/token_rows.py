@@ -23,13 +23,15 @@ from mergepipe_pipeline.digest import digest_json, sha256_hex
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError
 from mergepipe_pipeline.resolution.model_files import tokenizer_of
+from mergepipe_pipeline.resolution.vocabulary_tables import embedding_rows, refuse_left_tables
 from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
-from mergepipe_pipeline.spec.layers import embedding_like, is_post
+from mergepipe_pipeline.spec.layers import beside_rows, vocabulary_axis
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.recipe import Recipe, TensorRecipe
 from mergepipe_pipeline.spec.segments import COARSE_ELEMS
 from mergepipe_pipeline.spec.view import Part, Run, TensorView, view_of
 from mergepipe_pipeline.storage.header import build_header
+from mergepipe_pipeline.storage.json_text import load_object
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.source import open_source
@@ -56,8 +58,7 @@ def build_for(recipe: Recipe, models: Sequence[Model]) -> TokenizerBuild | None:
 
 def _embedding_rows(model: Model) -> int:
     """Rows of the input embedding; without one (an adapter) no token is beyond them."""
-    embeddings = [v for n, v in model.views.items() if embedding_like(n) and not is_post(n)]
-    return embeddings[0].shape[0] if embeddings else 1 << 62
+    return embedding_rows(model) or 1 << 62
 
 
 def with_own_matrices(recipe: Recipe, models: list[Model]) -> tuple[Recipe, list[Model]]:
@@ -72,7 +73,7 @@ def with_own_matrices(recipe: Recipe, models: list[Model]) -> tuple[Recipe, list
     # Of each matrix the tensors that it is merged with, once for each output that it goes to.
     uses: dict[tuple[int, str], list[dict[int, str]]] = {}
     for t in recipe.tensors:
-        for matrix in dict.fromkeys(_matrices(t)) if embedding_like(t.name) else ():
+        for matrix in dict.fromkeys(_matrices(t)) if _is_table(t) else ():
             uses.setdefault(matrix, []).append(dict(_matrices(t)))
     shared = {m for m, (first, *more) in uses.items() if any(use != first for use in more)}
 
@@ -89,6 +90,10 @@ def with_own_matrices(recipe: Recipe, models: list[Model]) -> tuple[Recipe, list
         return replace(t, inputs=inputs, base=base)
 
     return replace(recipe, tensors=tuple(map(separate, recipe.tensors))), separated
+
+
+def _is_table(t: TensorRecipe) -> bool:
+    return vocabulary_axis(t.name) is not None
 
 
 def _matrices(t: TensorRecipe) -> list[tuple[int, str]]:
@@ -117,22 +122,63 @@ class Reindexer:
 
     def models(self) -> list[Model]:
         """All models, re-indexed. Raises IncompatibleCheckpointsError for one that cannot be."""
+        self._refuse_left_tables()
         reindexed: set[tuple[int, str]] = set()
-        for t in self._recipe.tensors:
-            if not embedding_like(t.name):
-                continue
+        for t in filter(_is_table, self._recipe.tensors):
             matrices = _matrices(t)
             among = list(dict.fromkeys(m for m, _ in matrices))
             rows = dict(zip(among, self._build.rows_among(among), strict=True))
             names = dict(matrices)
-            for m, name in matrices:
+            for m, name in reversed(matrices):
                 if (m, name) not in reindexed:
                     reindexed.add((m, name))
                     self._replace(m, name, rows[m], names)
         return self._models
 
+    def _refuse_left_tables(self) -> None:
+        """Raise IncompatibleCheckpointsError for tables of moved rows that no name tells."""
+        used: dict[int, dict[str, tuple[int, ...]]] = {}
+        for t in self._recipe.tensors:
+            for m, name in _matrices(t):
+                used.setdefault(m, {})[name] = self._original[m].views[name].shape
+        for m, names in used.items():
+            model, own = self._original[m], self._build.rows[m].own
+            n_rows = embedding_rows(model)
+            stays = n_rows in (None, len(own)) and np.array_equal(own, np.arange(len(own)))
+            if not stays and not model.is_partial:
+                root = model.checkpoint.root
+                config = load_object(model.checkpoint.config or "{}", root, "A model's config")
+                refuse_left_tables(names, n_rows, config, root)
+
+    def _ends_early(self, m: int, name: str, rows: ModelRows, axis: int) -> bool:
+        """Whether a table has no rows for some tokens of its model, and keeps those that it has.
+
+        Raises IncompatibleCheckpointsError for one that would have to give such rows.
+        """
+        view = self._original[m].views[name]
+        n_rows = view.shape[axis]
+        beyond = rows.own[n_rows:]
+        if not (rows.own >= n_rows).any():
+            return False
+        named = np.setdiff1d(np.arange(n_rows, len(rows.own)), rows.mean_rows)
+        stays = np.array_equal(rows.own[:n_rows], np.arange(n_rows))
+        if stays and (beyond[named - n_rows] >= n_rows).all():
+            return True
+        raise self._lacks_rows(m, name, n_rows, int(rows.own.max()))
+
+    def _lacks_rows(self, m: int, name: str, n_rows: int, at: int) -> IncompatibleCheckpointsError:
+        return IncompatibleCheckpointsError(
+            "A table of the vocabulary has no rows for some of its model's tokens",
+            where=f"{self._original[m].name}, tensor {name}",
+            expected=f"a row for each token, or tokens that keep their ids up to {n_rows - 1}",
+            found=f"{n_rows} rows, and a token with id {at}",
+            next_step="leave out `tokenizer_source` and `tokenizer`, or give the table as many "
+            "rows as the embedding has",
+        )
+
     def _replace(self, m: int, name: str, rows: ModelRows, names: Mapping[int, str]) -> None:
         model, view = self._models[m], self._original[m].views[name]
+        axis = vocabulary_axis(name) or 0
         if view.low_rank or view.runs:
             raise IncompatibleCheckpointsError(
                 "A vocabulary matrix with an adapter on it cannot be re-indexed",
@@ -141,10 +187,14 @@ class Reindexer:
                 found="a low-rank update",
                 next_step="merge the adapter into its base first, or leave out the tokenizer",
             )
-        shape = (len(rows.own), *view.shape[1:])
+        if view.stored and self._ends_early(m, name, rows, axis):
+            return
+        shape = _with_rows(view.shape, axis, len(rows.own))
         note = f"{name}@{sha256_hex(rows.own.tobytes())[:16]}"
         variant = f"{model.variant}; {note}"
         if not view.stored:  # the base's rows, which follow the tokenizer, too
+            base = list(names)[-1]
+            shape = self._models[base].views[names[base]].shape
             views = {**model.views, name: replace(view, shape=shape)}
             self._models[m] = replace(model, views=views, variant=variant)
             return
@@ -155,7 +205,8 @@ class Reindexer:
             checkpoint = self._made_rows(m, name, rows, made_rows, names)
             parts.append(Part(len(checkpoints), checkpoint.by_name[name]))
             checkpoints.append(checkpoint)
-        runs = _runs(rows.own, made_rows if len(parts) > 1 else made_rows[:0], view.shape[1:])
+        width = view.numel // max(1, view.shape[axis])
+        runs = _runs(rows.own, made_rows if len(parts) > 1 else made_rows[:0], width)
         new = replace(view, shape=shape, stored=tuple(parts), runs=runs)
         views = {**model.views, name: new}
         self._models[m] = replace(
@@ -164,8 +215,14 @@ class Reindexer:
 
     def _refuse_partial_sources(self, rows: ModelRows, names: Mapping[int, str]) -> None:
         """Rows made for one model come from models that have the matrix as values."""
-        for k in sorted({k for pairs in rows.patches.values() for k, _ in pairs}):
-            if not self._original[k].views[names[k]].stands_alone:
+        # The highest row of each model.
+        needed = dict(sorted(pair for pairs in rows.patches.values() for pair in pairs))
+        for k, at in needed.items():
+            view = self._original[k].views[names[k]]
+            n_rows = view.shape[vocabulary_axis(names[k]) or 0]
+            if at >= n_rows:
+                raise self._lacks_rows(k, names[k], n_rows, at)
+            if not view.stands_alone:
                 raise IncompatibleCheckpointsError(
                     "A token's row is to come from an adapter or a delta that has no such rows",
                     where=f"{self._original[k].name}, tensor {names[k]}",
@@ -199,16 +256,19 @@ class Reindexer:
         path = next((p for p in find_sealed(folder, stem) if read_facts(p, len)), None)
         if path is None:
             values = _row_values(self._warehouse, self._original, m, name, rows, made_rows, names)
-            shape = (len(made_rows), *view.shape[1:])
+            shape = _with_rows(view.shape, vocabulary_axis(name) or 0, len(made_rows))
             header = build_header([(name, view.dtype, shape)], {"format": "pt"})
             path = write_sealed(folder, stem, header + values, suffix="safetensors")
         # The name enters snapshots' lineage, where only content may.
         return open_checkpoint(str(path), f"token-rows-{sha256_hex(path.read_bytes())[:16]}")
 
 
-def _runs(own: I64Array, made_rows: I64Array, rest: tuple[int, ...]) -> tuple[Run, ...]:
+def _with_rows(shape: tuple[int, ...], axis: int, n_rows: int) -> tuple[int, ...]:
+    return (*shape[:axis], n_rows, *shape[axis + 1 :])
+
+
+def _runs(own: I64Array, made_rows: I64Array, width: int) -> tuple[Run, ...]:
     """Runs of rows that follow each other in the model's matrix (part 0) or the made rows (1)."""
-    width = int(np.prod(rest, dtype=np.int64))
     part = np.zeros(len(own), dtype=np.int64)
     at = own.copy()
     part[made_rows] = 1
@@ -238,7 +298,7 @@ def _row_values(
     import torch
 
     view = models[m].views[name]
-    width = view.shape[1:]
+    width = beside_rows(name, view.shape) or ()
     with _RowReader(warehouse, models) as reader:
         values = torch.zeros((len(made_rows), *width))
         index_by_row = {int(r): i for i, r in enumerate(made_rows)}
@@ -289,13 +349,15 @@ class _RowReader:
     def row(self, view: TensorView, model: int, at: int) -> torch.Tensor:
         """Row `at` of a view of a model. Raises CorruptionError."""
         part = view.stored[0]
-        width = part.entry.numel // part.entry.shape[0]
+        width = part.entry.numel // part.entry.shape[vocabulary_axis(view.name) or 0]
         first, size = at * width // COARSE_ELEMS, itemsize(part.entry.dtype)
         last = -(-(at + 1) * width // COARSE_ELEMS)
         segments = [self._segment(model, part, number) for number in range(first, last)]
         raw = segments[0] if len(segments) == 1 else np.concatenate(segments)
         start = (at * width - first * COARSE_ELEMS) * size
-        return as_float32(raw[start : start + width * size], part.entry.dtype).view(view.shape[1:])
+        return as_float32(raw[start : start + width * size], part.entry.dtype).view(
+            beside_rows(view.name, view.shape) or ()
+        )
 
     def _read_segment(self, model: int, part: Part, number: int) -> U8Array:
         whole, verifier = self._verifier(model, part)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError, MergePipeError
-from mergepipe_pipeline.spec.layers import embedding_like
+from mergepipe_pipeline.spec.layers import beside_rows, vocabulary_axis
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.recipe import Recipe, TensorRecipe
 from mergepipe_pipeline.spec.view import TensorView, cropped
@@ -41,20 +41,22 @@ def fit_rows(
             owners = [m for m, _ in ([base] if base else []) + sites]
             problems.append(_misfit(t, models, matrices, owners))
             continue
-        shortest = min(v.shape[0] for v in matrices)
-        rows = matrices[0].shape[0] if base and not truncate else shortest
+        axis = vocabulary_axis(t.name) or 0
+        shortest = min(v.shape[axis] for v in matrices)
+        rows = matrices[0].shape[axis] if base and not truncate else shortest
         for m, name in dict.fromkeys((([base] if base else []) + sites) if truncate else sites):
             view = views[m][name]
-            if view.shape[0] > rows:
-                views[m][name] = cropped(view, rows)
+            n_rows = view.shape[axis]
+            if n_rows > rows:
+                views[m][name] = cropped(view, rows, axis)
                 changed[m].append(f"{name}:{rows}")
                 warnings.append(
-                    f"{models[m].name}, {name}: only the first {rows} of {view.shape[0]} rows are "
+                    f"{models[m].name}, {name}: only the first {rows} of {n_rows} rows are "
                     "used; set tokenizer_source to match tokens instead of row numbers"
                 )
-            elif view.shape[0] < rows:
+            elif n_rows < rows:
                 warnings.append(
-                    f"{models[m].name}, {name}: has {view.shape[0]} of {rows} rows and counts as "
+                    f"{models[m].name}, {name}: has {n_rows} of {rows} rows and counts as "
                     "the base in the others (mergekit refuses or skips it)"
                 )
     fitted = [
@@ -65,8 +67,8 @@ def fit_rows(
 
 
 def _only_rows_differ(t: TensorRecipe, views: Sequence[TensorView]) -> bool:
-    same_rest = len({v.shape[1:] for v in views}) == 1
-    return embedding_like(t.name) and same_rest and not any(v.low_rank for v in views)
+    widths = {beside_rows(t.name, v.shape) for v in views}
+    return len(widths) == 1 and None not in widths and not any(v.low_rank for v in views)
 
 
 def _misfit(

@@ -37,6 +37,16 @@ _TASKS = re.compile(
 )
 #: The one embedding of a model that encodes and decodes, by all its names.
 _SHARED = re.compile(r"(?:^|\.)(?:shared|(?:en|de)coder\.embed_tokens)\.weight$")
+#: Other tables of the vocabulary, which stand for neither: those that feed layers, heads of further
+#: predictions, and names that few architectures have.
+_TABLES = re.compile(
+    r"(?:^|\.)embed_tokens_per_layer\.weight$|(?:^|\.)shared_head\.head\.weight$"
+    r"|(?:^|\.)(?:token_embedding|word_embedding|tokens_embed)\.weight$"
+    r"|(?:^|\.)(?:generator_lm_head|lm_loss|pred_layer\.proj)\.(?:weight|bias)$"
+    r"|^predictions\.(?:bias|decoder\.(?:weight|bias))$|^decoder\.(?:weight|bias)$"
+)
+#: A table in one row, with an element per token.
+_ROW = re.compile(r"(?:^|\.)final_logits_bias$")
 #: The norm after the layers, which every model has that has any.
 _LAST_NORM = re.compile(
     r"(?:^|\.)(?:norm|ln_f|norm_f|final_norm|final_layernorm|final_layer_norm)\.weight$"
@@ -121,6 +131,29 @@ def layer_order(name: str) -> tuple[int, str]:
 def embedding_like(tensor_name: str) -> bool:
     """Whether dimension 0 is the vocabulary: input embeddings and heads that predict tokens."""
     return bool(_EMBEDDINGS.search(tensor_name) or _OUTPUTS.search(tensor_name))
+
+
+def is_embedding(tensor_name: str) -> bool:
+    """Whether a tensor is what a model looks its input tokens up in."""
+    return _EMBEDDINGS.search(tensor_name) is not None
+
+
+def vocabulary_axis(tensor_name: str) -> int | None:
+    """The dimension that is the vocabulary, None of a tensor that has none.
+
+    What stands before it has one element, so that elements of one token follow each other.
+    """
+    if _ROW.search(tensor_name):
+        return 1
+    return 0 if embedding_like(tensor_name) or _TABLES.search(tensor_name) else None
+
+
+def beside_rows(tensor_name: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The shape without the vocabulary's dimension; None of a tensor that has none."""
+    axis = vocabulary_axis(tensor_name)
+    if axis is None or len(shape) <= axis:
+        return None
+    return shape[:axis] + shape[axis + 1 :]
 
 
 def tied_partner(tensor_name: str, names: Collection[str], *, ties: bool = True) -> str | None:

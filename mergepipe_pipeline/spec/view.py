@@ -195,9 +195,12 @@ def _renumbered(view: TensorView, number: Callable[[int], int]) -> TensorView:
     )
 
 
-def cropped(view: TensorView, n_rows: int) -> TensorView:
-    """The first `n_rows` rows of a view that has more; views with an update cannot be cropped."""
-    shape = (n_rows, *view.shape[1:])
+def cropped(view: TensorView, n_rows: int, axis: int = 0) -> TensorView:
+    """The first `n_rows` rows of a view that has more; views with an update cannot be cropped.
+
+    Dimensions before `axis`, that of the rows, have one element.
+    """
+    shape = (*view.shape[:axis], n_rows, *view.shape[axis + 1 :])
     runs = view.runs or (Run(0, 0, 0, view.numel),)
     stop = prod(shape)
     cropped_runs = tuple(

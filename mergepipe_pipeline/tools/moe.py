@@ -19,7 +19,7 @@ from mergepipe_pipeline.dtypes import FLOATING, TORCH_NAME, code_from_name, item
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError, RecipeError
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.snapshots.model_folder import shard_name
-from mergepipe_pipeline.spec.layers import embedding_like, layer_count, layer_index
+from mergepipe_pipeline.spec.layers import is_embedding, layer_count, layer_index
 from mergepipe_pipeline.storage.header import Described
 from mergepipe_pipeline.storage.json_text import json_bytes
 from mergepipe_pipeline.storage.side_files import CONFIG
@@ -96,7 +96,7 @@ class Mixture:
 
     def write(self, draft: Draft, progress: Progress) -> None:
         """Write a weight file for what is outside the layers, and one for each layer."""
-        embedding = next(t for n, t in self._base.tensors.items() if embedding_like(n))
+        embedding = next(t for n, t in self._base.tensors.items() if is_embedding(n))
         shape = (self._layers, embedding.shape[1])
         gate_rows = gates(
             self._config.gate_mode, self._base, self._expert_configs, shape, self._seed, progress

@@ -17,7 +17,7 @@ from mergepipe_pipeline.arrays import F32Array
 from mergepipe_pipeline.digest import sha256_hex
 from mergepipe_pipeline.errors import CheckpointError, MergePipeError
 from mergepipe_pipeline.progress import Progress
-from mergepipe_pipeline.spec.layers import embedding_like, is_post
+from mergepipe_pipeline.spec.layers import is_embedding
 from mergepipe_pipeline.tools.models import Input
 from mergepipe_pipeline.tools.moe_config import ExpertConfig, GateMode
 
@@ -110,7 +110,7 @@ def _hidden(base: Input, shape: tuple[int, int]) -> _Of:
 def _embedded(base: Input, shape: tuple[int, int]) -> _Of:
     _, transformers = _transformers(base)
     tokens = _tokens(base, transformers)
-    name = next(n for n in base.tensors if embedding_like(n) and not is_post(n))
+    name = next(filter(is_embedding, base.tensors))
     table = base.floats(name)
 
     def of(prompt: str) -> F32Array:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,16 @@ from mergepipe_pipeline.arrays import F32Array
 from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.errors import CheckpointError, IncompatibleCheckpointsError
 from mergepipe_pipeline.progress import Progress
+from mergepipe_pipeline.resolution.vocabulary_tables import changed_sizes, refuse_left_tables
 from mergepipe_pipeline.snapshots.model_folder import shard_name
-from mergepipe_pipeline.spec.layers import embedding_like, is_post, layer_index
+from mergepipe_pipeline.spec.layers import (
+    embedding_like,
+    is_embedding,
+    is_post,
+    layer_index,
+    vocabulary_axis,
+)
+from mergepipe_pipeline.spec.plan import ConfigValue
 from mergepipe_pipeline.spec.tied_head import ties_head
 from mergepipe_pipeline.storage.header import Described
 from mergepipe_pipeline.storage.json_text import json_bytes, load_object
@@ -73,6 +81,7 @@ class Transplant:
                 found="none",
                 next_step="give a donor whose tokenizer is for the same kind of text",
             )
+        self._refuse_left()
 
     def write(self, draft: Draft, progress: Progress) -> dict[str, Any]:
         """Write all weights, the donor's tokenizer and the config; what became of the tokens."""
@@ -95,7 +104,8 @@ class Transplant:
 
     def _sides(self) -> dict[str, list[str]]:
         """The matrices of embedding and head; those of a tie are one side."""
-        matrices = sorted(filter(embedding_like, self._recipient.tensors), key=is_post)
+        tables = [n for n in self._recipient.tensors if vocabulary_axis(n) is not None]
+        matrices = sorted(tables, key=lambda name: (is_post(name), not is_embedding(name)))
         if ties_head(self._recipient.checkpoint.config):
             return {"embed": matrices}
         sides = {"embed": [n for n in matrices if not is_post(n)]}
@@ -107,7 +117,11 @@ class Transplant:
     ) -> tuple[dict[str, F32Array], dict[str, Any]]:
         """The new matrices of one side, and how many of their rows came from where."""
         donor_rows = self._donor.floats(_partner(self._donor, names[0]))
-        matrices = {name: self._recipient.floats(name) for name in names}
+        shapes = {name: self._recipient.tensors[name].shape for name in names}
+        matrices = {
+            name: self._recipient.floats(name).reshape(shape[vocabulary_axis(name) or 0], -1)
+            for name, shape in shapes.items()
+        }
         most = min(len(rows) for rows in matrices.values())
         same = {i: j for i, j in self._matches.same.items() if i < len(donor_rows) and j < most}
         fixed = dict(same)
@@ -128,7 +142,8 @@ class Transplant:
             new = np.broadcast_to(rows.mean(axis=0), (n_rows, *rows.shape[1:])).copy()
             new[list(fixed)] = rows[list(fixed.values())]
             new[missing] = combination.of(rows[anchors])
-            new_rows[name] = new
+            axis = vocabulary_axis(name) or 0
+            new_rows[name] = new.reshape(*shapes[name][:axis], n_rows, *shapes[name][axis + 1 :])
         residual = combination.residual
         return new_rows, {
             "same": len(same),
@@ -138,6 +153,24 @@ class Transplant:
             "residual_mean": float(residual.mean()) if len(missing) else 0.0,
             "residual_most": float(residual.max()) if len(missing) else 0.0,
         }
+
+    def _table_rows(self) -> dict[str, int]:
+        """Rows of each table of the recipient's vocabulary."""
+        shapes = {n: t.shape for n, t in self._recipient.tensors.items()}
+        axes = {n: vocabulary_axis(n) for n in shapes}
+        return {n: shapes[n][axis] for n, axis in axes.items() if axis is not None}
+
+    def _refuse_left(self) -> None:
+        """Raise IncompatibleCheckpointsError for a table that would keep its rows."""
+        rows, root = self._table_rows(), self._recipient.checkpoint.root
+        shapes = {n: t.shape for n, t in self._recipient.tensors.items()}
+        n_rows = next((n for name, n in rows.items() if is_embedding(name)), None)
+        refuse_left_tables(shapes, n_rows, self._recipient.config, root)
+        self._sizes(self._recipient.config)
+
+    def _sizes(self, config: Mapping[str, Any]) -> list[tuple[str, ConfigValue]]:
+        rows = {name: (n, self._ids[-1] + 1) for name, n in self._table_rows().items()}
+        return changed_sizes(rows, config, self._recipient.checkpoint.root)
 
     def _described(self, name: str, new_rows: Mapping[str, F32Array]) -> Described:
         entry = self._recipient.tensors[name]
@@ -153,8 +186,9 @@ class Transplant:
         own = self._recipient.side_files()
         files = {n: data for n, data in own.items() if n not in FILE_NAMES} | self._files
         config, donor = self._recipient.config, self._donor.config
-        part = config if "vocab_size" in config else config.get("text_config", config)
-        part["vocab_size"] = self._ids[-1] + 1
+        for place, value in self._sizes(config):
+            *above, key = place.split(".")
+            reduce(lambda part, name: part.setdefault(name, {}), above, config)[key] = value
         files[CONFIG] = json_bytes(_with_ids(config, donor))
         if _GENERATION in files:
             settings = load_object(files[_GENERATION], _GENERATION, "A generation config")
