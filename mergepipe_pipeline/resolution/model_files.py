@@ -35,6 +35,7 @@ _VOCABULARIES = frozenset(
     {"sentencepiece.bpe.model", "spiece.model", "tokenizer.json", "tokenizer.model", "vocab.json"}
     | {"vocab.txt"}
 )
+GENERATION = "generation_config.json"
 #: Bytes at the end of a file among which its last bracket is.
 _END_NBYTES = 256
 
@@ -118,27 +119,44 @@ def without_tokenizer(side: Side, models: Sequence[Model]) -> tuple[str, ...]:
 
 def _has_tokenizer(model: Model) -> bool:
     checkpoint = model.checkpoint
+    if checkpoint.tokenizer_files is None and is_address(checkpoint.root):
+        return False  # a warning is not worth a request
+    return _brings_tokenizer(checkpoint)
+
+
+def _brings_tokenizer(checkpoint: Checkpoint) -> bool:
     if checkpoint.tokenizer_files is not None:
         return bool(checkpoint.tokenizer_files)
-    if is_address(checkpoint.root):  # a warning is not worth a request
-        return False
     with open_source(checkpoint.root) as source:
         return any(name in _VOCABULARIES for name in side_files(source, checkpoint.root))
 
 
 def tokenizer_files_of(model: Model) -> dict[str, bytes]:
     """The tokenizer files of a model's folder, by name."""
-    if model.checkpoint.tokenizer_files is not None:
-        return dict(model.checkpoint.tokenizer_files)
-    root = model.checkpoint.root
-    with open_source(root) as source:
-        sizes = side_files(source, root)
-        return {n: source.read_range(n, 0, sizes[n]) for n in sizes if n in FILE_NAMES}
+    return files_of(model.checkpoint, FILE_NAMES)
+
+
+def files_of(checkpoint: Checkpoint, names: Collection[str]) -> dict[str, bytes]:
+    """Files of these names beside a checkpoint's weights; of a stage, what it will write."""
+    made = checkpoint.tokenizer_files
+    found = {n: data for n, data in (made or {}).items() if n in names}
+    with open_source(checkpoint.root) as source:
+        sizes = side_files(source, checkpoint.root)
+        wanted = [n for n in sizes if n in names and n not in found]
+        if made is not None:
+            wanted = [n for n in wanted if n not in FILE_NAMES]
+        return found | {n: source.read_range(n, 0, sizes[n]) for n in wanted}
+
+
+def tokenizer_owner(model: Model) -> Checkpoint:
+    """The checkpoint with a model's tokenizer: an adapter that brings one, else the model's."""
+    adapters = (c for c in model.checkpoints[1:] if c.kind == "adapter")
+    return next(filter(_brings_tokenizer, adapters), model.checkpoint)
 
 
 def tokenizer_of(model: Model, n_rows: int) -> ModelTokenizer:
     """A model's tokenizer; `n_rows` of its embedding. Raises CheckpointError."""
-    return read_tokenizer(model.name, tokenizer_files_of(model), n_rows)
+    return read_tokenizer(model.name, files_of(tokenizer_owner(model), FILE_NAMES), n_rows)
 
 
 def _config(

@@ -22,6 +22,7 @@ from mergepipe_pipeline.recipe.budget import parse_budget, with_amount
 from mergepipe_pipeline.recipe.parse import ParsedRecipe, resolve_recipe
 from mergepipe_pipeline.recipe.schema import known_strategy
 from mergepipe_pipeline.resolution.alike import compute_alike
+from mergepipe_pipeline.resolution.beside import beside_warnings
 from mergepipe_pipeline.resolution.cost import Cost, estimate
 from mergepipe_pipeline.resolution.fit import misfits
 from mergepipe_pipeline.resolution.grid import grid_for
@@ -29,6 +30,7 @@ from mergepipe_pipeline.resolution.layer_config import depth_of
 from mergepipe_pipeline.resolution.left_out import without
 from mergepipe_pipeline.resolution.locate import exists
 from mergepipe_pipeline.resolution.model_files import (
+    GENERATION,
     side_of,
     template_of,
     without_tokenizer,
@@ -40,6 +42,7 @@ from mergepipe_pipeline.resolution.plain_numbers import (
     refuse_coded_models,
 )
 from mergepipe_pipeline.resolution.recipe_text import SCHEMAS
+from mergepipe_pipeline.resolution.token_ids import with_ids
 from mergepipe_pipeline.resolution.token_rows import Reindexer, build_for, with_own_matrices
 from mergepipe_pipeline.resolution.vocabulary import fit_rows
 from mergepipe_pipeline.snapshots.model_folder import config_json
@@ -230,7 +233,11 @@ def _fit(
         models, cropped = fit_rows(recipe, models, problems, truncate=parsed.truncates)
         made, copies = tokenizer.files if tokenizer else None, parsed.copies_tokenizer
         side = side_of(recipe, models, made, copies_tokenizer=copies)
-        side = side if copies else replace(side, files=())
+        side, told = with_ids(side, recipe, models, tokenizer)
+        if not copies:
+            kept = (file for file in side.files or () if file[0] == GENERATION)
+            side = replace(side, files=tuple(kept))
+        warnings += (*told, *beside_warnings(recipe, models, side))
         warnings += without_tokenizer(side, models) if parsed.copies_tokenizer else ()
         if not problems:
             _refuse_lost_head(recipe, models[side.template])

@@ -198,6 +198,7 @@ class Reindexer:
             views = {**model.views, name: replace(view, shape=shape)}
             self._models[m] = replace(model, views=views, variant=variant)
             return
+        rows = self._with_stored_sources(rows, names)
         self._refuse_partial_sources(rows, names)
         made_rows = np.flatnonzero(rows.own < 0)
         checkpoints, parts = list(model.checkpoints), list(view.stored)
@@ -212,6 +213,20 @@ class Reindexer:
         self._models[m] = replace(
             model, checkpoints=tuple(checkpoints), views=views, variant=variant
         )
+
+    def _with_stored_sources(self, rows: ModelRows, names: Mapping[int, str]) -> ModelRows:
+        """The rows of a tokenizer's owner that leaves the matrix as it is are its base's."""
+        source = self._recipe.tokenizer.source if self._recipe.tokenizer else None
+        if not isinstance(source, int) or source not in names:
+            return rows
+        if self._original[source].views[names[source]].stored:
+            return rows
+        base = list(names)[-1]
+        patches = {
+            row: tuple((base if k == source else k, at) for k, at in pairs)
+            for row, pairs in rows.patches.items()
+        }
+        return replace(rows, patches=patches)
 
     def _refuse_partial_sources(self, rows: ModelRows, names: Mapping[int, str]) -> None:
         """Rows made for one model come from models that have the matrix as values."""

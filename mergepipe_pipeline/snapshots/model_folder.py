@@ -68,8 +68,8 @@ def config_json(
                     found=type(part).__name__,
                     next_step="plan again with the config as it is",
                 )
-        if value is None:
-            part.pop(key, None)
+        if value is None and not key.endswith("_token_id"):
+            part.pop(key, None)  # while an id that is left out would be what its class assumes
         else:
             part[key] = value
     return json_bytes(config)

@@ -87,3 +87,10 @@ BUILT_IN = {
     "mistral": _MISTRAL,
     "exaone": _EXAONE,
 }
+
+#: The token that ends a turn, of templates that name one.
+ENDS = {
+    "chatml": "<|im_end|>",
+    "llama3": "<|eot_id|>",
+    "exaone": "[|endofturn|]",
+}

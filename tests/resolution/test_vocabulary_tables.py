@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,8 @@ def sum_by_hand(one: Path, other: Path) -> dict[str, torch.Tensor]:
     return out
 
 
-def merged(home: Warehouse, one: Path, other: Path, extra: str) -> str:
+def merged(home: Warehouse, models: Sequence[Path], extra: str) -> str:
+    one, other = models
     text = f"merge_method: linear\nmodels:\n- {{model: {one}, parameters: {{weight: 0.5}}}}\n"
     text += f"- {{model: {other}, parameters: {{weight: 0.5}}}}\n{extra}\n"
     return run(home, text).snapshot.path
@@ -120,7 +121,7 @@ def test_a_model_with_more_tables_than_two_computes_as_one_whose_rows_were_gathe
     home: Warehouse, tmp_path: Path, make: Callable[[int], Any]
 ) -> None:
     one, other = write(tmp_path / "one", make, 0), write(tmp_path / "two", make, 1, ADDED)
-    path = merged(home, one, other, "tokenizer_source: union")
+    path = merged(home, (one, other), "tokenizer_source: union")
     by_hand = make(OWN + 2)
     by_hand.load_state_dict(sum_by_hand(one, other), strict=False)
     by_hand.tie_weights()
@@ -137,7 +138,7 @@ def test_tables_are_permuted_with_the_tokens_of_another_models_tokenizer(
     home: Warehouse, tmp_path: Path, make: Callable[[int], Any]
 ) -> None:
     one, other = write(tmp_path / "one", make, 0), write(tmp_path / "two", make, 1, first=4)
-    path = merged(home, one, other, f"tokenizer_source: {other}")
+    path = merged(home, (one, other), f"tokenizer_source: {other}")
     ours, vocab = ids(one), ids(path)
     shared = [t for t in vocab if t in ours]
     first, second, found = tensors(one), tensors(other), tensors(path)
@@ -180,8 +181,8 @@ def test_a_tensor_that_may_be_a_table_under_another_name_is_refused_with_its_nam
     for folder, rows in zip(folders, (OWN, OWN), strict=True):
         change(folder, {"model.value_embeds.weight": torch.ones(rows, 4)})
     with pytest.raises(MergePipeError, match=r"model\.value_embeds\.weight \[20, 4\]"):
-        merged(home, *folders, "tokenizer_source: union")
-    assert merged(home, *folders, "tokenizer_source: " + str(folders[0]))
+        merged(home, folders, "tokenizer_source: union")
+    assert merged(home, folders, "tokenizer_source: " + str(folders[0]))
 
 
 def test_tables_of_unequal_length_are_refused_where_tokens_have_rows_in_one_alone(
@@ -191,7 +192,7 @@ def test_tables_of_unequal_length_are_refused_where_tokens_have_rows_in_one_alon
     second = tensors(folders[1])
     change(folders[1], {f"model.{PER_LAYER}": second[f"model.{PER_LAYER}"][:OWN].clone()})
     with pytest.raises(MergePipeError, match="no rows for some of its model's tokens"):
-        merged(home, *folders, "tokenizer_source: union")
+        merged(home, folders, "tokenizer_source: union")
 
 
 def test_a_table_that_ends_before_the_embedding_stays_where_no_token_moves(
@@ -201,7 +202,7 @@ def test_a_table_that_ends_before_the_embedding_stays_where_no_token_moves(
     for folder in folders:
         short = tensors(folder)[f"model.{PER_LAYER}"][:OWN].clone()
         change(folder, {f"model.{PER_LAYER}": short}, vocab_size_per_layer_input=OWN)
-    path = merged(home, *folders, "tokenizer_source: union")
+    path = merged(home, folders, "tokenizer_source: union")
     found = json.loads((Path(path) / "config.json").read_text())
     assert (found["vocab_size"], found["vocab_size_per_layer_input"]) == (OWN + 2, OWN)
     first, second = (tensors(folder)[f"model.{PER_LAYER}"] for folder in folders)
@@ -214,7 +215,7 @@ def test_a_config_that_states_the_heads_rows_keeps_them_where_the_embedding_has_
     folders = [write(tmp_path / name, gemma, n, ADDED) for n, name in enumerate(("one", "two"))]
     for folder in folders:
         change(folder, {"lm_head.weight": torch.ones(OWN, 16)}, vocab_size=OWN)
-    path = merged(home, *folders, "")
+    path = merged(home, folders, "")
     assert json.loads((Path(path) / "config.json").read_text())["vocab_size"] == OWN
 
 
