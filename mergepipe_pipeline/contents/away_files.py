@@ -67,9 +67,11 @@ class AwayFiles:
         self._lock = RLock()
         self._tensors: _PackedTensors | None = None
 
-    def list(self) -> list[str]:
-        """Names of what there was at the top of the folder, sorted."""
-        return sorted({path.partition("/")[0] for path in self._files})
+    def list(self, folder: str = "") -> list[str]:
+        """Names of what there was at the top, or in a folder there, sorted."""
+        above = f"{folder}/" if folder else ""
+        below = (p.removeprefix(above) for p in self._files if p.startswith(above))
+        return sorted({path.partition("/")[0] for path in below})
 
     def size(self, path: str) -> int:
         """Size in bytes. Raises CheckpointError if there was no such file."""

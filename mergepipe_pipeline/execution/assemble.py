@@ -46,7 +46,7 @@ from mergepipe_pipeline.spec.snapshot import (
 from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.storage.side_files import CONFIG, SideStamp, pieces, side_files
 from mergepipe_pipeline.storage.source import CheckpointSource, open_source
-from mergepipe_pipeline.tokenizer.model_tokenizer import FILE_NAMES as TOKENIZER_FILES
+from mergepipe_pipeline.tokenizer.model_tokenizer import of_tokenizer
 from mergepipe_pipeline.warehouse import Warehouse
 
 _LOG = logging.getLogger("mergepipe")
@@ -186,11 +186,11 @@ def _copied_files(
 ) -> list[SideFile]:
     """Copy the template's other side files to `staging`, a piece at a time; what was written."""
     root = plan.sources[plan.side.template].root
-    replaced = frozenset(() if plan.side.files is None else TOKENIZER_FILES)
     copied = []
     with open_source(root) as source:
         for name, nbytes in side_files(source, root).items():
-            if name not in made and name not in replaced:
+            is_replaced = plan.side.files is not None and of_tokenizer(name)
+            if name not in made and not is_replaced:
                 digest = new_hash()
                 write_atomic(staging / name, pieces(source, name, nbytes, digest.update))
                 copied.append(SideFile(name, digest.hexdigest(), nbytes))

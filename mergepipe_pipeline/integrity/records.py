@@ -24,7 +24,7 @@ from mergepipe_pipeline.evaluation.store import records
 from mergepipe_pipeline.execution.lookup import provenance_of
 from mergepipe_pipeline.execution.plan_store import load_plan, refuse_other_plan, working_plans
 from mergepipe_pipeline.integrity.auditor import UNREADABLE, Auditor
-from mergepipe_pipeline.snapshots.find import load_snapshot
+from mergepipe_pipeline.snapshots.find import files_below, load_snapshot
 from mergepipe_pipeline.snapshots.objects import layer_key_of
 from mergepipe_pipeline.snapshots.stage import PROVENANCE
 from mergepipe_pipeline.spec.snapshot import MANIFEST, ShardEntry, Snapshot
@@ -195,7 +195,7 @@ def _check_files(snapshot: Snapshot, audit: Auditor) -> None:
     folder, manifest = Path(snapshot.path), snapshot.manifest
     audit.check("structure", folder / PROVENANCE, partial(provenance_of, snapshot))
     named = {s.file for s in manifest.shards} | {f.file for f in manifest.side_files}
-    on_disk = {p.name for p in folder.iterdir()} - {MANIFEST, PROVENANCE}
+    on_disk = files_below(folder, named) - {MANIFEST, PROVENANCE}
     for name in sorted(named ^ on_disk):
         is_missing = name in named
         error = CorruptionError(

@@ -43,9 +43,11 @@ class RemoteSource:
         WANTED.open()
         self._is_open = True
 
-    def list(self) -> list[str]:
-        """Names of what there is at the top, sorted."""
-        return sorted({path.partition("/")[0] for path in self._listing.files})
+    def list(self, folder: str = "") -> list[str]:
+        """Names of what there is at the top, or in a folder there, sorted."""
+        above = f"{folder}/" if folder else ""
+        below = (p.removeprefix(above) for p in self._listing.files if p.startswith(above))
+        return sorted({path.partition("/")[0] for path in below})
 
     def size(self, path: str) -> int:
         """Size in bytes. Raises CheckpointError if the file is not there."""

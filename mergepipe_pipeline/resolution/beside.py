@@ -13,14 +13,21 @@ from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.recipe import Recipe
 from mergepipe_pipeline.storage.json_text import load_object
+from mergepipe_pipeline.storage.side_files import (
+    is_module,
+    pickled_modules,
+    side_sha256,
+    side_stamps,
+)
+from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.text import listed
 from mergepipe_pipeline.tokenizer.chat import template_of
 from mergepipe_pipeline.tokenizer.model_tokenizer import (
     CONFIG as TOKENIZER_CONFIG,
 )
 from mergepipe_pipeline.tokenizer.model_tokenizer import (
-    FILE_NAMES,
     json_object,
+    of_tokenizer,
     read_tokenizer,
 )
 
@@ -32,9 +39,9 @@ _MOST_NAMED = 12
 def beside_warnings(recipe: Recipe, models: Sequence[Model], side: Side) -> tuple[str, ...]:
     """A warning for code that the result needs, and one for each adapter's tokenizer left aside."""
     template = models[side.template].checkpoint
-    out = [*_code(template)]
+    used = {i.model for t in recipe.tensors for i in t.inputs}
+    out = [*_code(template), *_modules(template, [models[n] for n in sorted(used)])]
     if recipe.tokenizer is None:
-        used = {i.model for t in recipe.tensors for i in t.inputs}
         for number in used if len(used) == 1 else ():
             out += _adapters_tokenizer(recipe.models[number].text, models[number], template)
     return tuple(out)
@@ -44,7 +51,7 @@ def _code(template: Checkpoint) -> Iterator[str]:
     """Names the files of Python that the template's `auto_map`s name: none is copied."""
     documents = [load_object(template.config or "{}", template.root, "A model's config")]
     if not is_address(template.root):
-        files = files_of(template, _MAPPED)
+        files = files_of(template, _MAPPED.__contains__)
         documents += [load_object(data, f"{template.root}, {n}", n) for n, data in files.items()]
     classes = [text for document in documents for text in _texts(document.get("auto_map"))]
     # `repository--module.Class` is fetched from there.
@@ -56,6 +63,41 @@ def _code(template: Checkpoint) -> Iterator[str]:
             f"{listed(list(names), _MOST_NAMED)} from {template.root} beside its weights, with the "
             "files that they import, if you trust them"
         )
+
+
+def _modules(template: Checkpoint, models: Sequence[Model]) -> Iterator[str]:
+    """Names the modules of sentence-transformers that others have otherwise: none is merged."""
+    if is_address(template.root):
+        return
+    with open_source(template.root) as source:
+        pickled = pickled_modules(source)
+    if pickled:
+        yield (
+            f"{listed(pickled, _MOST_NAMED)} of {template.name} is pickled and not copied: write "
+            "it as model.safetensors in the same folder, or put it beside the result"
+        )
+    own = _module_digests(template)
+    for model in models if own else ():
+        others = _module_digests(model.checkpoint)
+        differing = [name for name, digest in own.items() if others.get(name, digest) != digest]
+        if differing:
+            yield (
+                f"{model.name} has other {listed(differing, _MOST_NAMED)} than {template.name}: "
+                f"modules beside the weights are not merged, and the result has those of "
+                f"{template.name}"
+            )
+
+
+def _module_digests(checkpoint: Checkpoint) -> dict[str, str]:
+    """SHA-256 of each file of the modules beside a model, by name."""
+    if is_address(checkpoint.root):
+        return {}
+    with open_source(checkpoint.root) as source:
+        return {
+            stamp.file: side_sha256(source, stamp)
+            for stamp in side_stamps(source, checkpoint.root)
+            if is_module(stamp.file)
+        }
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -86,7 +128,7 @@ def _adapters_tokenizer(text: str, model: Model, template: Checkpoint) -> Iterat
 
 def _described(checkpoint: Checkpoint) -> dict[str, Any]:
     """What of a folder's tokenizer and ends matters, by how messages call it."""
-    files = files_of(checkpoint, (*FILE_NAMES, GENERATION))
+    files = files_of(checkpoint, lambda name: of_tokenizer(name) or name == GENERATION)
     tokenizer = read_tokenizer(checkpoint.name, files, 1 << 62)
     return {
         "vocabulary": tokenizer.vocab,

@@ -6,7 +6,7 @@ The recipe, the models' configs and the output's tensors decide; `execution.asse
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mergepipe_pipeline.errors import IncompleteCheckpointError
@@ -28,7 +28,11 @@ from mergepipe_pipeline.spec.recipe import Recipe
 from mergepipe_pipeline.storage.side_files import side_files
 from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.tokenizer.chat import chat_template, with_chat_template
-from mergepipe_pipeline.tokenizer.model_tokenizer import FILE_NAMES, ModelTokenizer, read_tokenizer
+from mergepipe_pipeline.tokenizer.model_tokenizer import (
+    ModelTokenizer,
+    of_tokenizer,
+    read_tokenizer,
+)
 
 #: Files that each are a tokenizer's vocabulary.
 _VOCABULARIES = frozenset(
@@ -73,15 +77,15 @@ def side_of(
             own = tokenizer_files_of(models[template]) if files is None else files
             files = with_chat_template(own, text)
     keeps_own = files is None and copies_tokenizer
-    _refuse_cut_files(models[template].checkpoint, () if keeps_own else FILE_NAMES)
+    _refuse_cut_files(models[template].checkpoint, is_replaced=not keeps_own)
     packed = None
     if files is not None:
         packed = tuple((n, b64encode(data).decode()) for n, data in sorted(files.items()))
     return Side(template, tuple(_config(recipe, models, template)), packed)
 
 
-def _refuse_cut_files(checkpoint: Checkpoint, replaced_names: Collection[str]) -> None:
-    """Raise IncompleteCheckpointError for a JSON file without end, but for `replaced_names`.
+def _refuse_cut_files(checkpoint: Checkpoint, *, is_replaced: bool) -> None:
+    """Raise IncompleteCheckpointError for a JSON file without end, but for a replaced tokenizer's.
 
     A cut copy shows at its end; whoever uses the model parses all of it.
     """
@@ -89,7 +93,7 @@ def _refuse_cut_files(checkpoint: Checkpoint, replaced_names: Collection[str]) -
         return
     with open_source(checkpoint.root) as source:
         for name, nbytes in side_files(source, checkpoint.root).items():
-            if name in replaced_names or not name.endswith(".json"):
+            if (is_replaced and of_tokenizer(name)) or not name.endswith(".json"):
                 continue
             start = max(0, nbytes - _END_NBYTES)
             end = source.read_range(name, start, nbytes - start).rstrip()
@@ -133,19 +137,19 @@ def _brings_tokenizer(checkpoint: Checkpoint) -> bool:
 
 def tokenizer_files_of(model: Model) -> dict[str, bytes]:
     """The tokenizer files of a model's folder, by name."""
-    return files_of(model.checkpoint, FILE_NAMES)
+    return files_of(model.checkpoint, of_tokenizer)
 
 
-def files_of(checkpoint: Checkpoint, names: Collection[str]) -> dict[str, bytes]:
-    """Files of these names beside a checkpoint's weights; of a stage, what it will write."""
-    made = checkpoint.tokenizer_files
-    found = {n: data for n, data in (made or {}).items() if n in names}
+def files_of(checkpoint: Checkpoint, wanted: Callable[[str], bool]) -> dict[str, bytes]:
+    """Files that lie beside a checkpoint's weights; of a stage, those that it will write."""
+    made = checkpoint.tokenizer_files or {}
     with open_source(checkpoint.root) as source:
         sizes = side_files(source, checkpoint.root)
-        wanted = [n for n in sizes if n in names and n not in found]
-        if made is not None:
-            wanted = [n for n in wanted if n not in FILE_NAMES]
-        return found | {n: source.read_range(n, 0, sizes[n]) for n in wanted}
+        names = [n for n in sizes if wanted(n) and n not in made]
+        if checkpoint.tokenizer_files is not None:
+            names = [n for n in names if not of_tokenizer(n)]
+        own = {n: source.read_range(n, 0, sizes[n]) for n in names}
+    return own | {n: data for n, data in made.items() if wanted(n)}
 
 
 def tokenizer_owner(model: Model) -> Checkpoint:
@@ -156,7 +160,7 @@ def tokenizer_owner(model: Model) -> Checkpoint:
 
 def tokenizer_of(model: Model, n_rows: int) -> ModelTokenizer:
     """A model's tokenizer; `n_rows` of its embedding. Raises CheckpointError."""
-    return read_tokenizer(model.name, files_of(tokenizer_owner(model), FILE_NAMES), n_rows)
+    return read_tokenizer(model.name, files_of(tokenizer_owner(model), of_tokenizer), n_rows)
 
 
 def _config(

@@ -223,7 +223,8 @@ def _fit(
     warnings: tuple[str, ...] = ()
     try:
         if recipe.tokenizer is not None or recipe.chat_template is not None:
-            for checkpoint in (m.checkpoint for m in models if not m.is_partial):
+            read = {c.checkpoint_id: c for m in models for c in m.checkpoints}
+            for checkpoint in read.values():
                 if checkpoint.tokenizer_files is None:  # of a stage that is yet to be merged
                     refuse_changed_files(warehouse, checkpoint)
         tokenizer = build_for(recipe, models)

@@ -28,9 +28,9 @@ from mergepipe_pipeline.tokenizer.build import TokenizerBuild
 from mergepipe_pipeline.tokenizer.builtin import BUILT_IN, ENDS
 from mergepipe_pipeline.tokenizer.chat import template_of
 from mergepipe_pipeline.tokenizer.model_tokenizer import (
-    FILE_NAMES,
     ModelTokenizer,
     json_object,
+    of_tokenizer,
     read_tokenizer,
 )
 from mergepipe_pipeline.tokenizer.special_ids import Statement, followed
@@ -94,11 +94,11 @@ def _ending(side: Side, recipe: Recipe, models: Sequence[Model], source: int) ->
 
 
 def _statement(checkpoint: Checkpoint, lead: ModelTokenizer) -> Statement:
-    tokenizer = read_tokenizer(checkpoint.name, files_of(checkpoint, FILE_NAMES), _UNBOUNDED)
+    tokenizer = read_tokenizer(checkpoint.name, files_of(checkpoint, of_tokenizer), _UNBOUNDED)
     tokenizer = tokenizer if tokenizer.plain else lead
     config = load_object(checkpoint.config or "{}", checkpoint.root, "A model's config")
     where = f"{checkpoint.root}, {GENERATION}"
-    stated = files_of(checkpoint, (GENERATION,)).get(GENERATION)
+    stated = files_of(checkpoint, GENERATION.__eq__).get(GENERATION)
     generation = load_object(stated, where, "A generation config") if stated is not None else None
     return Statement(checkpoint.name, config, generation, tokenizer.vocab, _eos_token(tokenizer))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from mergepipe_pipeline.digest import new_hash, sha256_hex, unseal
 from mergepipe_pipeline.errors import CheckpointError, CorruptionError
 from mergepipe_pipeline.progress import Progress, Silent
-from mergepipe_pipeline.snapshots.find import read_manifest
+from mergepipe_pipeline.snapshots.find import files_below, read_manifest
 from mergepipe_pipeline.snapshots.model_folder import CARD, RECIPE_FILE, has_own_card
 from mergepipe_pipeline.snapshots.stage import PROVENANCE
 from mergepipe_pipeline.spec.snapshot import MANIFEST, ShardEntry, Snapshot
@@ -57,7 +57,7 @@ def verify_snapshot(
         *(f.file for f in manifest.side_files),
         *added,
     }
-    for extra in sorted(p.name for p in folder.iterdir() if p.name not in names):
+    for extra in sorted(files_below(folder, names) - names):
         raise CorruptionError(
             "A file does not belong to the snapshot",
             where=str(folder / extra),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,7 +118,8 @@ def manifest_of(data: bytes, where: str) -> Manifest:
 def _problems(manifest: Manifest) -> Iterator[str]:
     files: list[ShardEntry | SideFile] = [*manifest.shards, *manifest.side_files]
     for name, times in Counter(f.file for f in files).items():
-        if not _is_plain(name):
+        # Side files may lie in a folder of the folder, as those of sentence-transformers.
+        if not isinstance(name, str) or not all(map(_is_plain, name.split("/", 1))):
             yield f"the file {name!r}, which is no name in a folder"
         elif times > 1 or name in (MANIFEST, PROVENANCE):
             yield f"the file {name!r} twice"
@@ -135,6 +136,18 @@ def _problems(manifest: Manifest) -> Iterator[str]:
     for text in texts + [t for name, variant, _ in manifest.operators for t in (name, variant)]:
         if not isinstance(text, str):
             yield f"{text!r} instead of a text"
+
+
+def files_below(folder: Path, names: Collection[str]) -> set[str]:
+    """What there is in a snapshot's folder, and in the folders in it that `names` lie in."""
+    parts = {name.partition("/")[0] for name in names if "/" in name}
+    out = set()
+    for path in folder.iterdir():
+        if path.name in parts and path.is_dir() and not path.is_symlink():
+            out |= {f"{path.name}/{p.name}" for p in path.iterdir()}
+        else:
+            out.add(path.name)
+    return out
 
 
 def _is_plain(name: object) -> bool:

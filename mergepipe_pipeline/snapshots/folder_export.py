@@ -6,7 +6,6 @@ a success is the snapshot, or nothing is.
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,12 +16,19 @@ from typing import Any
 
 from mergepipe_pipeline.digest import seal, sha256_hex, unseal
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
+from mergepipe_pipeline.snapshots.find import files_below
 from mergepipe_pipeline.snapshots.model_folder import CARD, MEASURED, RECIPE_FILE, exported_card
 from mergepipe_pipeline.snapshots.out_folder import check_folder, refuse_full, staging_name
 from mergepipe_pipeline.snapshots.repack import repack
 from mergepipe_pipeline.snapshots.stage import PROVENANCE
 from mergepipe_pipeline.spec.snapshot import MANIFEST, Snapshot
-from mergepipe_pipeline.storage.atomic import copy_file, publish_dir, remove_tree, write_atomic
+from mergepipe_pipeline.storage.atomic import (
+    copy_file,
+    make_dirs,
+    publish_dir,
+    remove_tree,
+    write_atomic,
+)
 from mergepipe_pipeline.storage.hashing import file_sha256
 from mergepipe_pipeline.storage.locks import locked_there, probed
 from mergepipe_pipeline.storage.open_checkpoint import INDEX
@@ -106,6 +112,7 @@ def recipe_of(provenance: Mapping[str, Any]) -> bytes:
 
 def _copy(source: Path, target: Path, sha256: str) -> None:
     # The copy is hashed, not the source: the kernel may copy without a byte passing through here.
+    make_dirs(target.parent)
     copy_file(_present(source), target)
     if (digest := file_sha256(target)) != sha256:
         raise CorruptionError(
@@ -160,15 +167,15 @@ def _differences(snapshot: Snapshot, out: Path) -> Iterator[str]:
         if (out / PROVENANCE).is_file():
             yield f"{PROVENANCE} is edited"
     names = {*expected, PROVENANCE, RECIPE_FILE}
-    entries = {entry.name: entry for entry in os.scandir(out)}
+    entries = files_below(out, names)
     for name in sorted(names):
         if name not in entries:
             yield f"{name} is missing"
-        elif not entries[name].is_file(follow_symlinks=False):
+        elif (out / name).is_symlink() or not (out / name).is_file():
             yield f"{name} is no file of its own"
         elif name in expected and file_sha256(out / name) != expected[name]:
             yield f"{name} is edited"
-    yield from (f"{name} is not of it" for name in sorted({*entries} - names))
+    yield from (f"{name} is not of it" for name in sorted(entries - names))
 
 
 def _present(path: Path) -> Path:

@@ -1,21 +1,32 @@
 """The files that a model folder needs beside its weights: by known names, each of a sane size.
 
-Files of other names are never copied: a folder may hold anything.
+Files of other names are never copied: a folder may hold anything. Of folders in it two kinds are
+looked into: the modules of sentence-transformers that `modules.json` lists, and chat templates.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from mergepipe_pipeline.digest import new_hash
+from mergepipe_pipeline.storage.json_text import parse_json
 from mergepipe_pipeline.storage.regular import too_large
 from mergepipe_pipeline.storage.source import CheckpointSource
 
 CONFIG = "config.json"
 MAX_JSON_NBYTES = 64 << 20
 _MAX_TOKENIZER_NBYTES = 256 << 20
+_MAX_MODULE_NBYTES = 256 << 20
 _PIECE_NBYTES = 1 << 20
+_MODULES = "modules.json"
+_PICKLE = "pytorch_model.bin"
+#: A folder with a model's chat templates besides its own.
+TEMPLATES = "additional_chat_templates"
+#: Names of folders and of templates that are looked at, and how many of each.
+_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+_MOST_NESTED = 64
 
 #: As transformers writes them, with the most bytes that each may have.
 _MOST_NBYTES = dict.fromkeys(
@@ -38,15 +49,21 @@ _MOST_NBYTES = dict.fromkeys(
         CONFIG,
         "chat_template.jinja",
         "chat_template.json",
+        "config_sentence_transformers.json",
         "generation_config.json",
+        _MODULES,
         "preprocessor_config.json",
         "processor_config.json",
+        "sentence_bert_config.json",
         "special_tokens_map.json",
         "tokenizer_config.json",
         "video_preprocessor_config.json",
     ),
     MAX_JSON_NBYTES,
 )
+
+#: Files of a module's folder.
+_MODULE_NBYTES = {CONFIG: MAX_JSON_NBYTES, "model.safetensors": _MAX_MODULE_NBYTES}
 
 #: Names of files that may lie beside weights, for sources that cannot list a folder.
 SIDE_NAMES = tuple(_MOST_NBYTES)
@@ -63,6 +80,23 @@ class SideStamp(NamedTuple):
 def gone(file: str) -> SideStamp:
     """The stamp of a side file that there was before and is not any more."""
     return SideStamp(file, -1, 0)
+
+
+def is_module(file: str) -> bool:
+    """Whether a side file belongs to a module of sentence-transformers beside the model."""
+    return "/" in file and not file.startswith(f"{TEMPLATES}/")
+
+
+def pickled_modules(source: CheckpointSource) -> list[str]:
+    """Weights of modules beside a model that are there as pickles alone, which are not copied."""
+    there = source.list()
+    folders = _modules(source, source.size(_MODULES)) if _MODULES in there else []
+    found = {folder: source.list(folder) for folder in folders if folder in there}
+    return [
+        f"{folder}/{_PICKLE}"
+        for folder, names in found.items()
+        if _PICKLE in names and "model.safetensors" not in names
+    ]
 
 
 def side_stamps(source: CheckpointSource, uri: str) -> list[SideStamp]:
@@ -84,11 +118,44 @@ def side_files(source: CheckpointSource, uri: str) -> dict[str, int]:
 
     Raises CheckpointError for one of an absurd size, or that may not be opened.
     """
-    sizes = {name: source.size(name) for name in source.list() if name in _MOST_NBYTES}
+    there = source.list()
+    most = {name: _MOST_NBYTES[name] for name in there if name in _MOST_NBYTES}
+    sizes = _sane_sizes(source, uri, most)
+    nested = _nested(source, there, sizes)
+    return sizes | _sane_sizes(source, uri, nested) if nested else sizes
+
+
+def _sane_sizes(source: CheckpointSource, uri: str, most: dict[str, int]) -> dict[str, int]:
+    sizes = {name: source.size(name) for name in most}
     for name, nbytes in sizes.items():
-        if nbytes > _MOST_NBYTES[name]:
-            raise too_large(f"{uri}, {name}", _MOST_NBYTES[name], nbytes)
+        if nbytes > most[name]:
+            raise too_large(f"{uri}, {name}", most[name], nbytes)
     return sizes
+
+
+def _nested(source: CheckpointSource, there: list[str], sizes: dict[str, int]) -> dict[str, int]:
+    """Files in folders of the folder that are copied with it, with the most bytes of each."""
+    out: dict[str, int] = {}
+    if TEMPLATES in there:
+        names = [n for n in source.list(TEMPLATES) if n.endswith(".jinja")]
+        plain = [n for n in names if _PLAIN.fullmatch(n.removesuffix(".jinja"))]
+        out |= {f"{TEMPLATES}/{n}": MAX_JSON_NBYTES for n in plain[:_MOST_NESTED]}
+    for folder in _modules(source, sizes[_MODULES]) if _MODULES in sizes else ():
+        found = source.list(folder) if folder in there else []
+        out |= {f"{folder}/{n}": most for n, most in _MODULE_NBYTES.items() if n in found}
+    return out
+
+
+def _modules(source: CheckpointSource, nbytes: int) -> list[str]:
+    """The folders that modules.json lists and that lie beside it; none if it cannot be read."""
+    try:
+        entries = parse_json(source.read_range(_MODULES, 0, nbytes))
+    except ValueError:
+        return []
+    entries = entries if isinstance(entries, list) else []
+    paths = [e.get("path") for e in entries if isinstance(e, dict)]
+    plain = [p for p in paths if isinstance(p, str) and _PLAIN.fullmatch(p)]
+    return list(dict.fromkeys(plain))[:_MOST_NESTED]
 
 
 def pieces(

@@ -61,8 +61,8 @@ class RangedFiles(Protocol):
 class CheckpointSource(RangedFiles, Protocol):
     """The files, and what there are of them; a context manager that closes what it opened."""
 
-    def list(self) -> list[str]:
-        """Names of what there is at the top, of whatever kind, sorted."""
+    def list(self, folder: str = "") -> list[str]:
+        """Names of what there is at the top, or in a folder there, of whatever kind, sorted."""
         ...
 
     def read_range(self, path: str, start_byte: int, nbytes: int) -> bytes:
@@ -130,17 +130,21 @@ class LocalSource:
         #: Owns the descriptors that do so.
         self._direct = object()
 
-    def list(self) -> list[str]:
-        """Names of what there is at the top of the folder, of whatever kind, sorted.
+    def list(self, folder: str = "") -> list[str]:
+        """Names of what there is at the top, or in a folder there, of whatever kind, sorted.
 
-        Raises CheckpointError for what is no folder or cannot be read.
+        Raises CheckpointError for what is no folder or cannot be read; a `folder` that is none has
+        nothing in it.
         """
         if self._only:
             return [self._only]
+        path = self._resolve(folder) if folder else self._folder
         try:
-            with refusals_named(self._folder):
-                return sorted(os.listdir(self._folder))
+            with refusals_named(path):
+                return sorted(os.listdir(path))
         except FileNotFoundError as error:
+            if folder:
+                return []
             raise CheckpointError(
                 "A checkpoint is neither a folder nor a file",
                 where=text_of(self._folder),

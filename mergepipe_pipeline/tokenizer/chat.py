@@ -74,5 +74,6 @@ def template_of(model: ModelTokenizer) -> str | None:
 def with_chat_template(files: Mapping[str, bytes], template: str) -> dict[str, bytes]:
     """The tokenizer's files with `template` as the only chat template."""
     config = json_object(files, CONFIG, "output") | {"chat_template": template}
-    kept = {name: data for name, data in files.items() if name != TEMPLATE}
+    beside = (TEMPLATE, "additional_chat_templates/")
+    kept = {name: data for name, data in files.items() if not name.startswith(beside)}
     return {**kept, CONFIG: json_bytes(config)}

@@ -37,6 +37,11 @@ _SPECIAL_KEYS = tuple(f"{k}_token" for k in ("bos", "eos", "unk", "sep", "pad", 
 _EXTRA_KEYS = ("extra_special_tokens", "additional_special_tokens")
 
 
+def of_tokenizer(name: str) -> bool:
+    """Whether a file of a model folder belongs to its tokenizer."""
+    return name in FILE_NAMES or name.startswith("additional_chat_templates/")
+
+
 @dataclass(frozen=True, slots=True)
 class AddedToken:
     """A token that is matched in the text before the tokenizer's model sees it."""
@@ -83,7 +88,7 @@ def read_tokenizer(name: str, files: Mapping[str, bytes], n_rows: int) -> ModelT
     the model's vocabulary lacks gets the next free number, whatever number the file states.
     Raises CheckpointError if the files are damaged or hold only a sentencepiece model.
     """
-    kept = {n: files[n] for n in FILE_NAMES if n in files}
+    kept = {n: files[n] for n in (*FILE_NAMES, *files) if n in files and of_tokenizer(n)}
     if TOKENIZER in kept:
         document = json_object(kept, TOKENIZER, name)
         plain = _plain_of(document, name)

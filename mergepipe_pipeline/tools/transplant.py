@@ -33,8 +33,8 @@ from mergepipe_pipeline.storage.header import Described
 from mergepipe_pipeline.storage.json_text import json_bytes, load_object
 from mergepipe_pipeline.storage.side_files import CONFIG
 from mergepipe_pipeline.tokenizer.model_tokenizer import (
-    FILE_NAMES,
     ModelTokenizer,
+    of_tokenizer,
     read_tokenizer,
 )
 from mergepipe_pipeline.tools.approximation import combine
@@ -67,7 +67,7 @@ class Transplant:
         IncompatibleCheckpointsError for vocabularies that share no token.
         """
         self._recipient, self._donor, self._wish = recipient, donor, wish
-        self._files = {n: data for n, data in donor.side_files().items() if n in FILE_NAMES}
+        self._files = {n: data for n, data in donor.side_files().items() if of_tokenizer(n)}
         donor_tokenizer = _tokenizer(donor, self._files)
         self._matches: Matches = match(
             donor_tokenizer, _tokenizer(recipient, recipient.side_files())
@@ -184,7 +184,7 @@ class Transplant:
     def _side_files(self) -> dict[str, bytes]:
         """The recipient's files with the donor's tokenizer, its size and its token ids."""
         own = self._recipient.side_files()
-        files = {n: data for n, data in own.items() if n not in FILE_NAMES} | self._files
+        files = {n: data for n, data in own.items() if not of_tokenizer(n)} | self._files
         config, donor = self._recipient.config, self._donor.config
         for place, value in self._sizes(config):
             *above, key = place.split(".")

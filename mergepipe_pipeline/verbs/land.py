@@ -104,6 +104,12 @@ def _copy(source: Path, staged: Path, name: str, *, link: bool) -> None:
         (link_file if link else copy_file)(file.resolve(), staged / file.name)
         stat = file.stat()
         os.utime(staged / file.name, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    with open_source(str(source)) as beside:
+        for nested in (n for n in side_files(beside, str(source)) if "/" in n):
+            (staged / nested).parent.mkdir(exist_ok=True)
+            (link_file if link else copy_file)((source / nested).resolve(), staged / nested)
+            stat = (source / nested).stat()
+            os.utime(staged / nested, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     if open_checkpoint(str(source), name, probes=False).stamp != before.stamp:
         raise CheckpointChangedError(
             "A checkpoint changed while it was copied",
