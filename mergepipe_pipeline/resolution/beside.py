@@ -8,7 +8,7 @@ from typing import Any
 from mergepipe_pipeline.errors import CheckpointError
 from mergepipe_pipeline.planner.plan_builder import Side
 from mergepipe_pipeline.remote.address import is_address
-from mergepipe_pipeline.resolution.model_files import GENERATION, files_of
+from mergepipe_pipeline.resolution.model_files import files_of
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.recipe import Recipe
@@ -30,6 +30,7 @@ from mergepipe_pipeline.tokenizer.model_tokenizer import (
     of_tokenizer,
     read_tokenizer,
 )
+from mergepipe_pipeline.tokenizer.special_ids import GENERATION
 
 #: Files with an `auto_map`; each names classes as `module.Class`.
 _MAPPED = ("preprocessor_config.json", "processor_config.json", TOKENIZER_CONFIG)

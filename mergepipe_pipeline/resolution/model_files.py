@@ -39,7 +39,6 @@ _VOCABULARIES = frozenset(
     {"sentencepiece.bpe.model", "spiece.model", "tokenizer.json", "tokenizer.model", "vocab.json"}
     | {"vocab.txt"}
 )
-GENERATION = "generation_config.json"
 #: Bytes at the end of a file among which its last bracket is.
 _END_NBYTES = 256
 

@@ -30,7 +30,6 @@ from mergepipe_pipeline.resolution.layer_config import depth_of
 from mergepipe_pipeline.resolution.left_out import without
 from mergepipe_pipeline.resolution.locate import exists
 from mergepipe_pipeline.resolution.model_files import (
-    GENERATION,
     side_of,
     template_of,
     without_tokenizer,
@@ -55,6 +54,7 @@ from mergepipe_pipeline.spec.request import AS_WRITTEN, Request
 from mergepipe_pipeline.spec.tied_head import ties_head
 from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.tokenizer.build import TokenizerBuild
+from mergepipe_pipeline.tokenizer.special_ids import GENERATION
 from mergepipe_pipeline.warehouse import Warehouse
 
 

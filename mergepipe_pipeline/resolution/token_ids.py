@@ -9,12 +9,10 @@ from __future__ import annotations
 from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from mergepipe_pipeline.errors import CheckpointError
 from mergepipe_pipeline.planner.plan_builder import Side
 from mergepipe_pipeline.resolution.model_files import (
-    GENERATION,
     files_of,
     tokenizer_files_of,
     tokenizer_of,
@@ -29,11 +27,10 @@ from mergepipe_pipeline.tokenizer.builtin import BUILT_IN, ENDS
 from mergepipe_pipeline.tokenizer.chat import template_of
 from mergepipe_pipeline.tokenizer.model_tokenizer import (
     ModelTokenizer,
-    json_object,
     of_tokenizer,
     read_tokenizer,
 )
-from mergepipe_pipeline.tokenizer.special_ids import Statement, followed
+from mergepipe_pipeline.tokenizer.special_ids import GENERATION, Statement, followed, statement_of
 
 _UNBOUNDED = 1 << 62
 
@@ -94,23 +91,10 @@ def _ending(side: Side, recipe: Recipe, models: Sequence[Model], source: int) ->
 
 
 def _statement(checkpoint: Checkpoint, lead: ModelTokenizer) -> Statement:
-    tokenizer = read_tokenizer(checkpoint.name, files_of(checkpoint, of_tokenizer), _UNBOUNDED)
-    tokenizer = tokenizer if tokenizer.plain else lead
+    files = files_of(checkpoint, lambda name: of_tokenizer(name) or name == GENERATION)
+    tokenizer = read_tokenizer(checkpoint.name, files, _UNBOUNDED)
     config = load_object(checkpoint.config or "{}", checkpoint.root, "A model's config")
-    where = f"{checkpoint.root}, {GENERATION}"
-    stated = files_of(checkpoint, GENERATION.__eq__).get(GENERATION)
-    generation = load_object(stated, where, "A generation config") if stated is not None else None
-    return Statement(checkpoint.name, config, generation, tokenizer.vocab, _eos_token(tokenizer))
-
-
-def _eos_token(tokenizer: ModelTokenizer) -> str | None:
-    """The token that a tokenizer's files name as the end of a text."""
-    for file in ("tokenizer_config.json", "special_tokens_map.json"):
-        stated: Any = json_object(tokenizer.files, file, tokenizer.name).get("eos_token")
-        stated = stated.get("content") if isinstance(stated, dict) else stated
-        if isinstance(stated, str):
-            return stated
-    return None
+    return statement_of(tokenizer if tokenizer.plain else lead, checkpoint.name, config, files)
 
 
 def _built_in_ends(recipe: Recipe, said: Statement, vocab: Mapping[str, int]) -> tuple[str, ...]:

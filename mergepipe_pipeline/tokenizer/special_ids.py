@@ -12,8 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError
+from mergepipe_pipeline.tokenizer.model_tokenizer import (
+    CONFIG,
+    SPECIAL_MAP,
+    ModelTokenizer,
+    json_object,
+)
 
-EOS = "eos_token_id"
+EOS, GENERATION = "eos_token_id", "generation_config.json"
 #: Keys whose value is an id or a list of such; of codecs' codes there is no token.
 _ID_KEY = re.compile(r"^(?!codec|codebook).*_token_(?:ids?|index)$")
 #: Keys of generation configs whose values are made of ids in forms of their own.
@@ -57,6 +63,19 @@ class Statement:
         said = (self.generation or {}).get(EOS)
         said = self.of(EOS) if said is None else said
         return None if said is _MISSING else said
+
+
+def statement_of(
+    tokenizer: ModelTokenizer, name: str, config: Mapping[str, Any], files: Mapping[str, bytes]
+) -> Statement:
+    """What a model's config and its other files say. Raises CheckpointError."""
+    generation = json_object(files, GENERATION, name) if GENERATION in files else None
+    eos: Any = None
+    for file in (CONFIG, SPECIAL_MAP):
+        eos = eos or json_object(tokenizer.files, file, name).get("eos_token")
+    eos = eos.get("content") if isinstance(eos, dict) else eos
+    named = eos if isinstance(eos, str) else None
+    return Statement(name, config, generation, tokenizer.vocab, named)
 
 
 @dataclass
@@ -114,10 +133,9 @@ def followed(
             )
         return new
 
-    file = "generation_config.json"
-    ends = moved(EOS, ending.ends(), ending, file)
+    ends = moved(EOS, ending.ends(), ending, GENERATION)
     if ends is None:
-        ends = moved(EOS, own.ends(), own, file)
+        ends = moved(EOS, own.ends(), own, GENERATION)
         named = vocab.get(ending.eos or "")
         if ending is not own and named not in (None, *(ends if isinstance(ends, list) else [ends])):
             ends = named
@@ -147,7 +165,6 @@ def _generation(
     moved: Callable[[str, Any, Statement, str], Any],
 ) -> dict[str, Any] | None:
     """The output's generation config; None if it is the model's own, or none has one."""
-    file = "generation_config.json"
     if all(m.generation is None for m in (own, source, ending)):
         return None
     before = own.generation or {}
@@ -161,7 +178,7 @@ def _generation(
             theirs = source.of(key)
         if key != EOS or ending is own:
             of = own if theirs is _MISSING else source
-            after[key] = moved(key, before[key] if of is own else theirs, of, file)
+            after[key] = moved(key, before[key] if of is own else theirs, of, GENERATION)
     if ending is not own:
         after[EOS] = ends
     after = {k: v for k, v in after.items() if v is not None or k in before}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.errors import CheckpointError, IncompatibleCheckpointsError
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.resolution.vocabulary_tables import changed_sizes, refuse_left_tables
-from mergepipe_pipeline.snapshots.model_folder import shard_name
+from mergepipe_pipeline.snapshots.model_folder import config_json, shard_name
 from mergepipe_pipeline.spec.layers import (
     embedding_like,
     is_embedding,
@@ -30,20 +30,18 @@ from mergepipe_pipeline.spec.layers import (
 from mergepipe_pipeline.spec.plan import ConfigValue
 from mergepipe_pipeline.spec.tied_head import ties_head
 from mergepipe_pipeline.storage.header import Described
-from mergepipe_pipeline.storage.json_text import json_bytes, load_object
+from mergepipe_pipeline.storage.json_text import json_bytes
 from mergepipe_pipeline.storage.side_files import CONFIG
 from mergepipe_pipeline.tokenizer.model_tokenizer import (
     ModelTokenizer,
     of_tokenizer,
     read_tokenizer,
 )
+from mergepipe_pipeline.tokenizer.special_ids import GENERATION, followed, statement_of
 from mergepipe_pipeline.tools.approximation import combine
 from mergepipe_pipeline.tools.models import Input, stored
 from mergepipe_pipeline.tools.result import Draft
 from mergepipe_pipeline.tools.token_match import Matches, match
-
-_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_GENERATION = "generation_config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +66,12 @@ class Transplant:
         """
         self._recipient, self._donor, self._wish = recipient, donor, wish
         self._files = {n: data for n, data in donor.side_files().items() if of_tokenizer(n)}
-        donor_tokenizer = _tokenizer(donor, self._files)
-        self._matches: Matches = match(
-            donor_tokenizer, _tokenizer(recipient, recipient.side_files())
+        self._tokenizers = (
+            _tokenizer(recipient, recipient.side_files()),
+            _tokenizer(donor, self._files),
         )
-        self._ids = sorted(donor_tokenizer.vocab.values())
+        self._matches: Matches = match(*reversed(self._tokenizers))
+        self._ids = sorted(self._tokenizers[1].vocab.values())
         if not self._matches.same:
             raise IncompatibleCheckpointsError(
                 "The two vocabularies share no token",
@@ -183,27 +182,21 @@ class Transplant:
 
     def _side_files(self) -> dict[str, bytes]:
         """The recipient's files with the donor's tokenizer, its size and its token ids."""
-        own = self._recipient.side_files()
-        files = {n: data for n, data in own.items() if not of_tokenizer(n)} | self._files
-        config, donor = self._recipient.config, self._donor.config
-        for place, value in self._sizes(config):
-            *above, key = place.split(".")
-            reduce(lambda part, name: part.setdefault(name, {}), above, config)[key] = value
-        files[CONFIG] = json_bytes(_with_ids(config, donor))
-        if _GENERATION in files:
-            settings = load_object(files[_GENERATION], _GENERATION, "A generation config")
-            files[_GENERATION] = json_bytes(_with_ids(settings, donor))
+        own, theirs = (
+            statement_of(tokenizer, model.checkpoint.name, model.config, model.side_files())
+            for tokenizer, model in zip(
+                self._tokenizers, (self._recipient, self._donor), strict=True
+            )
+        )
+        vocab = self._tokenizers[1].vocab
+        new = followed(own, theirs, theirs, vocab, self._ids[-1] + 1)
+        files = self._recipient.side_files()
+        files = {n: data for n, data in files.items() if not of_tokenizer(n)} | self._files
+        changes = (*self._sizes(self._recipient.config), *new.config)
+        files[CONFIG] = config_json(files.get(CONFIG, b"{}"), None, changes)
+        if new.generation is not None:
+            files[GENERATION] = json_bytes(new.generation)
         return files
-
-
-def _with_ids(config: dict[str, Any], donor: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with the donor's special ids, in the parts that have such."""
-    inner = donor.get("text_config")
-    ids = {**(inner if isinstance(inner, dict) else {}), **donor}
-    own = config.get("text_config")
-    for part in (config, *([own] if isinstance(own, dict) else [])):
-        part |= {key: ids.get(key) for key in _TOKEN_IDS if key in part}
-    return config
 
 
 def _partner(model: Input, name: str) -> str:

@@ -62,6 +62,7 @@ def test_the_result_is_verified_loads_and_writes_texts_with_the_donors_tokens(
     assert model(ids).logits.shape[-1] == len(other) == model.config.vocab_size == 43
     assert other.eos_token == "<|end|>"
     assert model.config.eos_token_id == other.eos_token_id
+    assert model.generation_config.eos_token_id == other.eos_token_id
 
 
 def test_tokens_are_matched_by_their_bytes_and_stand_ins_are_taken_where_asked(
