@@ -123,7 +123,7 @@ def _adapters_tokenizer(text: str, model: Model, template: Checkpoint) -> Iterat
         if differing:
             yield (
                 f"{adapter.name} brings its own {', '.join(differing)}, which the result has not; "
-                f"`tokenizer_source: {text}` takes them"
+                f"`tokenizer_source: {text}` takes what the adapter has"
             )
 
 

@@ -103,8 +103,8 @@ def _built_in_ends(recipe: Recipe, said: Statement, vocab: Mapping[str, int]) ->
     ends = said.ends()
     if token is None or vocab.get(token, -1) in (ends if isinstance(ends, list) else [ends]):
         return ()
-    state = f"id {vocab[token]}, is not among them" if token in vocab else "is no token of it"
+    place = f"with id {vocab[token]} is not among these" if token in vocab else "is no token of it"
     return (
         f"chat_template: {recipe.chat_template} ends turns with {token}; the result stops at "
-        f"{ends}, and {token} {state}: generation goes on after a turn",
+        f"{ends}, and {token} {place}: generation goes on after a turn",
     )

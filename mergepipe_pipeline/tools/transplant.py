@@ -81,6 +81,12 @@ class Transplant:
                 next_step="give a donor whose tokenizer is for the same kind of text",
             )
         self._refuse_left()
+        own, theirs = (
+            statement_of(tokenizer, model.checkpoint.name, model.config, model.side_files())
+            for tokenizer, model in zip(self._tokenizers, (recipient, donor), strict=True)
+        )
+        vocab = self._tokenizers[1].vocab
+        self._token_ids = followed(own, theirs, theirs, vocab, self._ids[-1] + 1)
 
     def write(self, draft: Draft, progress: Progress) -> dict[str, Any]:
         """Write all weights, the donor's tokenizer and the config; what became of the tokens."""
@@ -98,6 +104,7 @@ class Transplant:
                 described = [self._described(name, new_rows) for name in names]
                 file = shard_name(number, len(groups)) if len(groups) > 1 else "model.safetensors"
                 draft.shard(file, described, partial(self._bytes, new_rows), advance)
+        progress.warn(*self._token_ids.warnings)
         draft.side_files |= self._side_files()
         return {"tokens": len(self._ids), "rows": self._ids[-1] + 1, **details}
 
@@ -182,20 +189,12 @@ class Transplant:
 
     def _side_files(self) -> dict[str, bytes]:
         """The recipient's files with the donor's tokenizer, its size and its token ids."""
-        own, theirs = (
-            statement_of(tokenizer, model.checkpoint.name, model.config, model.side_files())
-            for tokenizer, model in zip(
-                self._tokenizers, (self._recipient, self._donor), strict=True
-            )
-        )
-        vocab = self._tokenizers[1].vocab
-        new = followed(own, theirs, theirs, vocab, self._ids[-1] + 1)
         files = self._recipient.side_files()
         files = {n: data for n, data in files.items() if not of_tokenizer(n)} | self._files
-        changes = (*self._sizes(self._recipient.config), *new.config)
+        changes = (*self._sizes(self._recipient.config), *self._token_ids.config)
         files[CONFIG] = config_json(files.get(CONFIG, b"{}"), None, changes)
-        if new.generation is not None:
-            files[GENERATION] = json_bytes(new.generation)
+        if self._token_ids.generation is not None:
+            files[GENERATION] = json_bytes(self._token_ids.generation)
         return files
 
 
