@@ -13,9 +13,8 @@ from mergepipe_pipeline.recipe.problems import KeyPath, Problems
 from mergepipe_pipeline.recipe.structure import Entry
 from mergepipe_pipeline.spec.checkpoint import TensorEntry
 from mergepipe_pipeline.spec.layers import (
-    embedding_like,
-    is_head,
     beside_rows,
+    is_head,
     layer_index,
     layer_stack,
     part_that_needs,
