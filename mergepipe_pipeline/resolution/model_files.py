@@ -13,7 +13,6 @@ from mergepipe_pipeline.errors import IncompleteCheckpointError
 from mergepipe_pipeline.planner.plan_builder import Side
 from mergepipe_pipeline.remote.address import is_address
 from mergepipe_pipeline.resolution.layer_config import (
-    at_place,
     config_of,
     config_places,
     layer_changes,

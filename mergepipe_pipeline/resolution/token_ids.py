@@ -72,8 +72,7 @@ def with_ids(
     files = dict(side.files)
     if new.generation is not None:
         files[GENERATION] = b64encode(json_bytes(new.generation)).decode()
-    ids = ((place, tuple(v) if isinstance(v, list) else v) for place, v in new.config)
-    config = (*side.config, *ids)
+    config = (*side.config, *new.config)
     return replace(side, config=config, files=tuple(sorted(files.items()))), (*new.warnings, *told)
 
 
