@@ -2,8 +2,8 @@
 
 A gate is a unit vector: the mean of an expert's positive prompts less that of its negative ones.
 As `mergekit-moe` does, hidden states are those of the base that enter the layer, at a prompt's last
-token; `cheap_embed` sums the embeddings of a prompt's tokens. Prompts run one by one, and means are
-float32.
+token; `cheap_embed` sums the embeddings of a prompt's tokens. A prompt begins with the text of the
+tokenizer's `bos_token`. Prompts run one by one, and means are float32.
 """
 
 from __future__ import annotations
@@ -129,7 +129,9 @@ def _tokens(base: Input, transformers: Any) -> Callable[[str], list[int]]:
     )
 
     def of(prompt: str) -> list[int]:
-        ids: list[int] = tokenizer(prompt).input_ids
+        # As mergekit-moe reads prompts: none of what the tokenizer adds, but always its `bos_token`.
+        text = (tokenizer.bos_token or "") + prompt
+        ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
         if not ids:
             raise MergePipeError(
                 "A prompt has no tokens",

@@ -37,6 +37,10 @@ DEVIATIONS: dict[str, tuple[str, ...]] = {
         f"{_NUMBERS}::"
         "test_della_ranks_along_the_last_dimension_where_mergekit_ranks_along_the_second",
     ),
+    "nuslerp with `nuslerp_row_wise` on 3-D tensors": (
+        f"{_NUMBERS}::"
+        "test_nuslerp_takes_columns_over_all_rows_where_mergekit_takes_them_along_dimension_0",
+    ),
     "arcee_fusion": (
         f"{_NUMBERS}::test_arcee_fusion_takes_exact_quantiles_where_mergekit_samples_a_million",
         f"{_NUMBERS}::test_arcee_fusion_divides_in_float64_where_float32_is_mostly_rounding",

@@ -154,6 +154,22 @@ def test_della_ranks_along_the_last_dimension_where_mergekit_ranks_along_the_sec
     assert not torch.equal(ours, theirs)
 
 
+def test_nuslerp_takes_columns_over_all_rows_where_mergekit_takes_them_along_dimension_0() -> None:
+    """So that a stack of matrices, as fused experts, has the columns of a matrix."""
+    from mergekit.merge_methods.nuslerp import nuslerp
+
+    shape, op = (2, 3, 4), OPERATORS["nuslerp"]
+    first, second = torch.randn((2, *shape), generator=torch.Generator().manual_seed(4))
+    params = {"nuslerp_flatten": False, "nuslerp_row_wise": True}
+    rows = torch.stack([first, second]).view(2, -1).double().numpy()
+    case = Case(None, rows, params, [{"weight": 1.0}] * 2, shape=shape)
+    ours = merge(op, make_job(op, case)).reshape(shape)
+    along_0 = nuslerp(0.5, first, second, dim=0)
+    over_rows = nuslerp(0.5, *(v.reshape(-1, shape[-1]) for v in (first, second)), dim=0)
+    torch.testing.assert_close(ours, over_rows.reshape(shape))
+    assert not torch.allclose(ours, along_0, atol=0.01)
+
+
 def fusion(shape: tuple[int, int], delta: float) -> Case:
     """A base of normal numbers and an expert `delta` away from it, both float32."""
     numbers = np.random.default_rng(5)

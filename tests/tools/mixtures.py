@@ -18,6 +18,14 @@ from tests.architectures import Architecture
 LAYERS = 2
 _QWEN2 = Architecture("qwen2", "Qwen2ForCausalLM", architectures._GROUPED | architectures._UNTIED)
 FAMILIES = ("mistral", "qwen3", "qwen2")
+#: What tokenizers put around a text themselves, and whether they name a `bos_token`.
+TOKENIZERS = {
+    "no bos added": ("A", True),
+    "eos added": ("A </s>", True),
+    "both added": ("<s> A </s>", True),
+    "no bos": ("A", False),
+    "bos added, not named": ("<s> A", False),
+}
 MODES = ("hidden", "cheap_embed", "random")
 
 
@@ -30,8 +38,8 @@ def make_family(folder: Path, arch: str) -> Path:
     return folder
 
 
-def write_tokenizer(model: Path) -> None:
-    """A byte-level tokenizer that puts `<s>` before a text."""
+def write_tokenizer(model: Path, around: str = "<s> A", has_bos: bool = True) -> None:
+    """A byte-level tokenizer that puts `<s>` before a text `A`, or what else `around` says."""
     letters = [*"abcdefghijklmnopqrstuvwxyz", "Ġ"]
     specials = ["<unk>", "<s>", "</s>"]
     flags = {"add_prefix_space": False, "trim_offsets": False, "use_regex": True}
@@ -48,11 +56,13 @@ def write_tokenizer(model: Path) -> None:
         "post_processor": {
             "type": "TemplateProcessing",
             "single": [
-                {"SpecialToken": {"id": "<s>", "type_id": 0}},
-                {"Sequence": {"id": "A", "type_id": 0}},
+                {"Sequence" if x == "A" else "SpecialToken": {"id": x, "type_id": 0}}
+                for x in around.split()
             ],
             "pair": [{"Sequence": {"id": x, "type_id": i}} for i, x in enumerate("AB")],
-            "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+            "special_tokens": {
+                x: {"id": x, "ids": [specials.index(x)], "tokens": [x]} for x in ("<s>", "</s>")
+            },
         },
         "model": {
             "type": "BPE",
@@ -61,10 +71,10 @@ def write_tokenizer(model: Path) -> None:
         },
     }
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (model / "tokenizer_config.json").write_text(
-        '{"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "bos_token": "<s>", '
-        '"eos_token": "</s>", "pad_token": "</s>"}'
-    )
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"}
+    config |= {"bos_token": "<s>"} if has_bos else {}
+    config |= {"eos_token": "</s>", "pad_token": "</s>"}
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 def write_config(family: Path, arch: str, mode: str) -> Path:

@@ -18,7 +18,16 @@ import torch
 from safetensors.torch import load_file
 
 from tests.family import make_family
-from tests.tools.mixtures import FAMILIES, apart, digest, is_gate, read, write_config
+from tests.tools.mixtures import (
+    FAMILIES,
+    TOKENIZERS,
+    apart,
+    digest,
+    is_gate,
+    read,
+    write_config,
+    write_tokenizer,
+)
 from tests.tools.mixtures import make_family as make_mixture_family
 from tests.tools.vocabularies import METHODS, SIDES, K, new_tokens, pair
 
@@ -81,6 +90,20 @@ def moe(folder: Path) -> Any:
     return found
 
 
+def moe_tokenizers(folder: Path) -> Any:
+    """The gates of a family whose base has each of the tokenizers, in each gate mode."""
+    family = make_mixture_family(folder / "mistral", "mistral")
+    found: dict[str, dict[str, Any]] = {}
+    for name, how in TOKENIZERS.items():
+        write_tokenizer(family / "base", *how)
+        for mode in ("hidden", "cheap_embed"):
+            config, out = write_config(family, "mistral", mode), folder / f"{name}-{mode}"
+            run("mergekit-moe", config, out)
+            gates = {n: _rounded(t) for n, t in read(out).items() if is_gate(n)}
+            found.setdefault(name, {})[mode] = gates
+    return found
+
+
 def _rounded(tensor: torch.Tensor) -> list[list[float]]:
     return [[round(x, 7) for x in row] for row in tensor.tolist()]
 
@@ -103,6 +126,7 @@ def transplant_tokenizer(folder: Path) -> Any:
 TOOLS = {
     "extract-lora": extract_lora,
     "moe": moe,
+    "moe-tokenizers": moe_tokenizers,
     "transplant-tokenizer": transplant_tokenizer,
 }
 

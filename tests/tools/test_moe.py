@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,14 @@ from mergepipe_pipeline.warehouse import Warehouse
 from tests.tools.mixtures import (
     FAMILIES,
     LAYERS,
+    TOKENIZERS,
     apart,
     digest,
     is_gate,
     make_family,
     read,
     write_config,
+    write_tokenizer,
 )
 from tests.tools.record import RECORD
 
@@ -55,6 +58,22 @@ def test_a_mixture_is_mergekits_bit_for_bit_and_its_gates_are_its_gates_before_r
         torch.testing.assert_close(found[name], torch.tensor(gate), atol=most, rtol=0)
         cosines = torch.cosine_similarity(found[name], torch.tensor(gate))
         assert cosines.min() > 0.9999
+
+
+@pytest.mark.parametrize("mode", ["hidden", "cheap_embed"])
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+def test_prompts_begin_with_the_text_of_the_bos_token_and_have_no_other_special_token(
+    families: Path, home: Warehouse, tmp_path: Path, tokenizer: str, mode: str
+) -> None:
+    """As in mergekit, whatever the tokenizer adds by itself."""
+    family = Path(shutil.copytree(families / "mistral", tmp_path / "mistral"))
+    write_tokenizer(family / "base", *TOKENIZERS[tokenizer])
+    found = apart(read(moe(home, write_config(family, "mistral", mode)).path))
+    expected = json.loads(RECORD.read_text())["moe-tokenizers"][tokenizer][mode]
+    most = 4e-3 if mode == "hidden" else 2e-6
+    for name, gate in apart({n: torch.tensor(g) for n, g in expected.items()}).items():
+        torch.testing.assert_close(found[name], gate, atol=most, rtol=0)
+        assert torch.cosine_similarity(found[name], gate).min() > 0.9999
 
 
 @pytest.mark.parametrize("arch", FAMILIES)

@@ -144,7 +144,7 @@ def nuslerp(
     *,
     weight: Weight,
     nuslerp_flatten: Annotated[bool, "take a tensor as one vector, not row by row"] = True,
-    nuslerp_row_wise: Annotated[bool, "without flatten: go along the first dimension"] = False,
+    nuslerp_row_wise: Annotated[bool, "without flatten: take columns, not rows"] = False,
 ) -> Tensor:
     """Point on the arc between two experts, or between their deltas on the base.
 
