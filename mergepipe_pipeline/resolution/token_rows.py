@@ -1,8 +1,10 @@
 """Re-indexes the vocabulary matrices of all models to the output's tokenizer.
 
 A matrix becomes runs of its own rows; rows that a model lacks (means of others', zeros) are written
-once as a small checkpoint in the warehouse and read like any other. `tokenizer` says where rows
-come from; weights are read only for the rows that are made.
+once as a small checkpoint in the warehouse and read like any other. Those that the matrix's type
+cannot hold stand there as float32, too, and replace the rounded ones: where a model has the mean of
+others, what they sum to is zero and not the rounding. `tokenizer` says where rows come from;
+weights are read only for the rows that are made.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ from mergepipe_pipeline.spec.layers import beside_rows, vocabulary_axis
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.recipe import Recipe, TensorRecipe
 from mergepipe_pipeline.spec.segments import COARSE_ELEMS
-from mergepipe_pipeline.spec.view import Part, Run, TensorView, view_of
-from mergepipe_pipeline.storage.header import build_header
+from mergepipe_pipeline.spec.view import Part, RowValues, Run, TensorView, view_of
+from mergepipe_pipeline.storage.header import build_header, tensor_order
 from mergepipe_pipeline.storage.json_text import load_object
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.reader import BlockReader
@@ -38,7 +40,7 @@ from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.tensors.stored import as_float32, read_stored, torch_dtype
 from mergepipe_pipeline.tensors.verified import Verifier
 from mergepipe_pipeline.tokenizer.build import TokenizerBuild, build_tokenizer
-from mergepipe_pipeline.tokenizer.row_sources import ModelRows
+from mergepipe_pipeline.tokenizer.row_sources import ModelRows, Pairs
 from mergepipe_pipeline.warehouse import Warehouse
 
 if TYPE_CHECKING:
@@ -46,6 +48,10 @@ if TYPE_CHECKING:
 
 #: Of segments that rows are taken from: 128 KiB each of bfloat16.
 _HELD_SEGMENTS = 16
+#: Types that hold every float32.
+_WIDE = frozenset({"F32", "F64"})
+#: Of the tensor with rows as float32, in a checkpoint of made rows.
+_EXACT = "{}.float32"
 
 
 def build_for(recipe: Recipe, models: Sequence[Model]) -> TokenizerBuild | None:
@@ -202,13 +208,18 @@ class Reindexer:
         self._refuse_partial_sources(rows, names)
         made_rows = np.flatnonzero(rows.own < 0)
         checkpoints, parts = list(model.checkpoints), list(view.stored)
+        exact: RowValues | None = None
         if len(made_rows) and self._warehouse is not None:
-            checkpoint = self._made_rows(m, name, rows, made_rows, names)
-            parts.append(Part(len(checkpoints), checkpoint.by_name[name]))
+            rounded = self._rounded_rows(view, rows, names)
+            checkpoint = self._made_rows(m, name, rows, made_rows, rounded, names)
+            source = len(checkpoints)
+            parts.append(Part(source, checkpoint.by_name[name]))
+            if rounded:
+                exact = RowValues(Part(source, checkpoint.by_name[_EXACT.format(name)]), rounded)
             checkpoints.append(checkpoint)
         width = view.numel // max(1, view.shape[axis])
         runs = _runs(rows.own, made_rows if len(parts) > 1 else made_rows[:0], width)
-        new = replace(view, shape=shape, stored=tuple(parts), runs=runs)
+        new = replace(view, shape=shape, stored=tuple(parts), runs=runs, low_rank=exact)
         views = {**model.views, name: new}
         self._models[m] = replace(
             model, checkpoints=tuple(checkpoints), views=views, variant=variant
@@ -246,15 +257,35 @@ class Reindexer:
                     next_step="name another model as the token's source",
                 )
 
+    def _rounded_rows(
+        self, view: TensorView, rows: ModelRows, names: Mapping[int, str]
+    ) -> tuple[int, ...]:
+        """The made rows that the view's type cannot hold: means, and rows of another type."""
+        # A delta's rows are differences, which no value can replace.
+        is_matrix = len(view.shape) == 2 and not vocabulary_axis(view.name)
+        if view.is_delta or view.dtype in _WIDE or not is_matrix:
+            return ()
+
+        def is_held(sources: Pairs) -> bool:
+            dtypes = {self._original[k].views[names[k]].dtype for k, _ in sources}
+            return len(sources) < 2 and dtypes <= {view.dtype}
+
+        patched = [row for row, sources in rows.patches.items() if not is_held(sources)]
+        return tuple(sorted([*patched, *rows.mean_rows.tolist()]))
+
     def _made_rows(
         self,
         m: int,
         name: str,
         rows: ModelRows,
         made_rows: I64Array,
+        rounded: tuple[int, ...],
         names: Mapping[int, str],
     ) -> Checkpoint:
-        """A checkpoint with the rows that the model lacks, in order; written if it is not there."""
+        """A checkpoint with the rows that the model lacks, in order; written if it is not there.
+
+        Those of `rounded` are in a second tensor as float32.
+        """
         assert self._warehouse is not None
         view = self._original[m].views[name]
         patches = {str(r): rows.patches.get(int(r)) for r in made_rows}
@@ -266,14 +297,17 @@ class Reindexer:
             patches,
             sha256_hex(rows.own.tobytes()),
             rows.mean_rows.tolist(),
+            *([rounded] if rounded else []),
         ]
         folder, stem = self._warehouse.token_rows, digest_json(identity)[:24]
         path = next((p for p in find_sealed(folder, stem) if read_facts(p, len)), None)
         if path is None:
             values = _row_values(self._warehouse, self._original, m, name, rows, made_rows, names)
-            shape = _with_rows(view.shape, vocabulary_axis(name) or 0, len(made_rows))
-            header = build_header([(name, view.dtype, shape)], {"format": "pt"})
-            path = write_sealed(folder, stem, header + values, suffix="safetensors")
+            axis = vocabulary_axis(name) or 0
+            values = values.reshape(_with_rows(view.shape, axis, len(made_rows)))
+            at = np.searchsorted(made_rows, rounded)
+            data = _made_file(name, view.dtype, values, at)
+            path = write_sealed(folder, stem, data, suffix="safetensors")
         # The name enters snapshots' lineage, where only content may.
         return open_checkpoint(str(path), f"token-rows-{sha256_hex(path.read_bytes())[:16]}")
 
@@ -308,8 +342,8 @@ def _row_values(
     rows: ModelRows,
     made_rows: I64Array,
     names: Mapping[int, str],
-) -> bytes:
-    """The bytes of the made rows in the model's dtype; means are taken in float32."""
+) -> torch.Tensor:
+    """The made rows as float32."""
     import torch
 
     view = models[m].views[name]
@@ -334,8 +368,19 @@ def _row_values(
             values[[index_by_row[r] for r in means]] = (
                 total / (len(rows.own) - len(means))
             ).float()
-    raw: bytes = values.to(torch_dtype(view.dtype)).view(torch.uint8).numpy().tobytes()
-    return raw
+    return values
+
+
+def _made_file(name: str, dtype: str, values: torch.Tensor, rounded: I64Array) -> bytes:
+    """A safetensors file of rows in `dtype`, and as float32 of those with a number in `rounded`."""
+    import torch
+
+    tensors = {name: (dtype, values.to(torch_dtype(dtype)))}
+    if len(rounded):
+        tensors[_EXACT.format(name)] = ("F32", values[torch.from_numpy(rounded)])
+    made = [(n, dtype, tuple(t.shape)) for n, (dtype, t) in tensors.items()]
+    data = [tensors[n][1].view(torch.uint8).numpy().tobytes() for n, _, _ in tensor_order(made)]
+    return build_header(made, {"format": "pt"}) + b"".join(data)
 
 
 class _RowReader:

@@ -141,22 +141,24 @@ def test_new_tokens_of_a_union_have_other_ids_on_every_run_of_mergekit_and_the_s
     assert [t for t in ours[0] if not t.startswith("<|")] == expected
 
 
-def test_means_for_tokens_that_a_model_lacks_are_rounded_to_its_dtype_here_only(
-    home: Warehouse, tmp_path: Path, words: list[Path]
+@pytest.mark.parametrize("dtype", ["", "dtype: float32\n"])
+def test_means_for_tokens_that_a_model_lacks_are_float32_here_and_in_dtype_in_mergekit(
+    home: Warehouse, tmp_path: Path, words: list[Path], dtype: str
 ) -> None:
     """`shared` is in the second and third model; the first has their mean in its place."""
-    text = union(words)
+    text = union(words).replace("dtype: float32\n", dtype)
     theirs = run_mergekit(text, tmp_path / "theirs")[EMBEDDING]
     folder = Path(run(home, text).snapshot.path)
     rows = [read_model(m)[EMBEDDING][vocabulary(m)["shared"]].float() for m in words[1:]]
     mean = (rows[0] + rows[1]) / 2
-    rounded = mean.to(torch.bfloat16).float()
-    assert not torch.equal(mean, rounded)
+    in_dtype = mean if dtype else mean.to(torch.bfloat16).float()
+    assert torch.equal(mean, in_dtype) == bool(dtype)
     for found, filled in (
-        (theirs[vocabulary(tmp_path / "theirs")["shared"]], mean),
-        (read_model(folder)[EMBEDDING][vocabulary(folder)["shared"]], rounded),
+        (theirs[vocabulary(tmp_path / "theirs")["shared"]], in_dtype),
+        (read_model(folder)[EMBEDDING][vocabulary(folder)["shared"]], mean),
     ):
-        torch.testing.assert_close(found, (filled + rows[0] + rows[1]) / 3, rtol=1e-6, atol=1e-8)
+        merged = ((filled + rows[0] + rows[1]) / 3).to(found.dtype)
+        torch.testing.assert_close(found, merged, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize(
