@@ -39,6 +39,7 @@ from mergepipe_pipeline.spec.recipe import ModelRef
 from mergepipe_pipeline.spec.tied_head import ties_head
 from mergepipe_pipeline.spec.view import LowRank, TensorView, moved, view_of
 from mergepipe_pipeline.storage.adapter import Tied, adapter_views, delta_views
+from mergepipe_pipeline.storage.header import tensor_order
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: Models that need no look-up, by the text (`model@revision` with one) that names them: results of
@@ -183,7 +184,13 @@ def _model(checkpoints: tuple[Checkpoint, ...], base: Model | None) -> Model:
 
 
 def _full(checkpoint: Checkpoint) -> Model:
-    return Model(checkpoint.name, (checkpoint,), {t.name: view_of(t) for t in checkpoint.tensors})
+    """All of a checkpoint, in the order of one file of it, however it is cut into files.
+
+    Plans list tensors in this order, and their ids must not depend on files.
+    """
+    described = [(t.name, t.dtype, t.shape) for t in checkpoint.tensors]
+    views = {n: view_of(checkpoint.by_name[n]) for n, _, _ in tensor_order(described)}
+    return Model(checkpoint.name, (checkpoint,), views)
 
 
 def _on_base(checkpoint: Checkpoint, base: Model | None) -> Model:

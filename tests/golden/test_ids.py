@@ -9,11 +9,14 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.family import Size, tensors_of, write_adapter, write_model
 from tests.golden.make_warehouse import call
@@ -92,6 +95,9 @@ RECIPES = {
     "ties-wishes": _TIES + "budget: {limit: 50%, pin: [e1], exclude: [e0], keep: ['*norm*']}\n",
     "union": f"merge_method: linear\n{_PAIR}tokenizer_source: union\n",
 }
+#: Those that are merged from models in other files, too: of each kind of planning one.
+_CUT = ("auto", "dare_ties-budget", "linear-budget", "lora", "passthrough", "slerp", "slices")
+_CUT += ("stages", "ties-conflicts", "union")
 
 
 def write_inputs(folder: Path) -> None:
@@ -105,9 +111,10 @@ def write_inputs(folder: Path) -> None:
         os.utime(path, (_MTIME_S, _MTIME_S))
 
 
-def register(folder: Path) -> Path:
-    """A new warehouse in `folder` that knows the inputs by name."""
+def register(folder: Path, change: Callable[[Path], None] = lambda inputs: None) -> Path:
+    """A new warehouse in `folder` that knows the inputs by name, changed before."""
     write_inputs(folder / "inputs")
+    change(folder / "inputs")
     home = folder / "warehouse"
     for path in sorted((folder / "inputs").iterdir()):
         base = ("--base", "base") if path.name != "base" else ()
@@ -133,6 +140,43 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_keeps_its_snapshot_id_and_layer_keys(home: Path, name: str) -> None:
     assert ids(home, name) == json.loads(_RECORDED.read_text())[name]
+
+
+@pytest.fixture(scope="module", params=["backwards", "shards of odd and even tensors"])
+def cut(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A warehouse with the same models, the tensors of each in other files and another order."""
+
+    def recut(inputs: Path) -> None:
+        for path in sorted(inputs.glob("*/model.safetensors")):
+            values = load_file(path)
+            path.unlink()
+            names = sorted(values, reverse=True)
+            parts = [names] if request.param == "backwards" else [names[::2], names[1::2]]
+            for number, part in enumerate(parts, 1):
+                write_in_order(path.with_name(f"model-{number}.safetensors"), part, values)
+            index = {n: f"model-{i}.safetensors" for i, part in enumerate(parts, 1) for n in part}
+            text = json.dumps({"metadata": {}, "weight_map": index})
+            path.with_name("model.safetensors.index.json").write_text(text)
+
+    return register(tmp_path_factory.mktemp("cut"), recut)
+
+
+def write_in_order(path: Path, names: Sequence[str], values: Mapping[str, torch.Tensor]) -> None:
+    """A safetensors file with bfloat16 tensors in this order, which the library does not keep."""
+    header: dict[str, Any] = {}
+    data = b""
+    for name in names:
+        raw = values[name].view(torch.uint8).numpy().tobytes()
+        offsets = [len(data), len(data) + len(raw)]
+        header[name] = {"dtype": "BF16", "shape": values[name].shape, "data_offsets": offsets}
+        data += raw
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+@pytest.mark.parametrize("name", _CUT)
+def test_ids_do_not_depend_on_how_models_are_cut_into_files(cut: Path, name: str) -> None:
+    assert ids(cut, name) == json.loads(_RECORDED.read_text())[name]
 
 
 def main() -> None:
