@@ -58,8 +58,9 @@ class Point:
 class BudgetCurve:
     """Points strategy by strategy, budgets ascending; `chosen` is the one that was asked for.
 
-    `nbytes_total` are the experts' bytes, `update_norm` the predicted ‖W_full − W_base‖₂. The knee
-    is on the curve of strategy `best`; without one that curve is nearly straight. `left_out` are
+    `nbytes_total` are the experts' bytes, `update_norm` the predicted ‖W_full − W_none‖₂, the error
+    with nothing read: W_none is the base, or where weights do not sum to one a multiple of it. The
+    knee is on the curve of strategy `best`; without one that curve is nearly straight. `left_out` are
     the shares that do not cover what the recipe pins, whatever the strategy.
     """
 

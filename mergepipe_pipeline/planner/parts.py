@@ -28,6 +28,9 @@ from mergepipe_pipeline.spec.recipe import Params, Recipe, TensorRecipe
 from mergepipe_pipeline.spec.stats import SAMPLE_WIDTH, ExpertStats, TensorStats
 from mergepipe_pipeline.spec.view import TensorView
 
+#: A sum of weights that is nearer to one is one: 0.7 + 0.2 + 0.1.
+_ROUNDING = 1e-6
+
 Coefficients = Callable[[Params, tuple[Params, ...], tuple[float, ...]], tuple[float, ...]]
 
 
@@ -132,6 +135,21 @@ class Parts:
     def sensitivities(self) -> dict[int, Sensitivity]:
         """How each part responds to what is left out, by number."""
         return {n: self._sensitivity(p) for n, p in enumerate(self.all) if p.operator != "copy"}
+
+    def add_to_base(self) -> bool:
+        """Whether the merge is the base plus what deltas add.
+
+        Sums of values are so where weights sum to one: else a multiple of the base is left.
+        """
+        for part in self.all:
+            method = self._methods[part.operator] if part.operator != "copy" else None
+            # What is measured settles factors for directions, which all but sum to one.
+            if method is None or method.schema.base != "none" or part.facts:
+                continue
+            total = sum(method.coefficients(part.params, part.model_params, part.facts))
+            if part.recipe.base is not None and abs(total - 1) > _ROUNDING:
+                return False
+        return True
 
     def _part(self, t: TensorRecipe) -> Part:
         own = Choosing(self._recipe.method, t.params, tuple(i.params for i in t.inputs), "")

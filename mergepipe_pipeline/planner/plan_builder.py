@@ -7,7 +7,7 @@ is known to be zero, which cost nothing) and what is read (selected blocks only)
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -58,6 +58,9 @@ class Side:
     template: int
     config: tuple[tuple[str, ConfigValue], ...] = ()
     files: tuple[tuple[str, str], ...] | None = None
+
+#: Why the norm of an update is not known where there are deltas.
+_SCALED = "weights that do not sum to one scale the base, too"
 
 
 class PlanBuilder:
@@ -136,6 +139,8 @@ class PlanBuilder:
         """The plan under the recipe's budget and strategy. Raises BudgetError as `choose` does."""
         recipe = self._recipe
         candidates, levels, promised = self._selected()
+        if promised.update_norm is not None and not self._parts.add_to_base():
+            promised = replace(promised, update_norm=None, update_note=_SCALED)
         merged = self._merged_tasks(candidates, levels)
         tasks: dict[str, list[TensorTask]] = {}
         n_layers = layer_count(t.name for t in recipe.tensors)

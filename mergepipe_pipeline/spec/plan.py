@@ -224,7 +224,7 @@ class Estimates:
     `error_bound` bounds the L2 norm of (merged under this plan − merged in full), before the cast
     on write; None where no bound is known (then `bound_note` says why). `predicted_error` estimates
     that norm, give or take `predicted_margin` (None: not stated), and `update_norm` that of (merged
-    in full − base). `reads` are runs of blocks that lie together;
+    in full − base), of which `update_note` says where it is not known why. `reads` are runs of blocks that lie together;
     `seek_nbytes` is what each was taken to cost besides its bytes. `ranking` is the strategy whose
     list was followed: `strategy` itself (so too if None), or one that it found better here. Of the
     bytes that are read, `expert_bytes_packed` come from packs, of which blocks of
@@ -249,6 +249,7 @@ class Estimates:
     ranking: str | None = None
     expert_bytes_packed: int = 0
     pack_block_elems: int = 0
+    update_note: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from mergepipe_pipeline.cli.merging import error_text
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import MergeOutcome, run_plan
 from mergepipe_pipeline.resolution.recipe_text import parse
@@ -126,6 +127,49 @@ def test_a_merge_errs_as_its_plan_predicts_and_never_more_than_its_bound(
     if found.error_bound is not None or method in UNBOUNDED:
         # Rehearsed on 64 elements of each block: near, without a promise how near.
         assert error / 2 <= found.predicted_error <= error * 2
+
+
+@pytest.mark.parametrize(
+    ("recipe", "is_known"),
+    [
+        ("passthrough\nmodels: [{model: $0}]", True),
+        ("passthrough\nmodels: [{model: $0, parameters: {scale: 0.5}}]", False),
+        (
+            "passthrough\nmodels: [{model: $0, parameters: {scale: "
+            "[{filter: embed_tokens, value: 2}, {value: 1}]}}]",
+            False,
+        ),
+        ("linear\nmodels: [{model: $0, parameters: {weight: 3}}]", True),
+        (
+            "linear\nmodels: [{model: $0, parameters: {weight: 0.7}}, "
+            "{model: $1, parameters: {weight: 0.3}}]\nparameters: {normalize: false}",
+            True,
+        ),
+        (
+            "linear\nmodels: [{model: $0, parameters: {weight: 0.7}}, "
+            "{model: $1, parameters: {weight: 0.7}}]\nparameters: {normalize: false}",
+            False,
+        ),
+    ],
+)
+def test_the_update_is_known_where_the_bases_own_values_take_no_part_in_it(
+    home: Warehouse, models: Path, recipe: str, is_known: bool
+) -> None:
+    """What is left of the base, as half of it, is no delta and is not known from deltas."""
+    text = f"base_model: {models / 'base'}\nmerge_method: {recipe}\ndtype: float32\n"
+    for i in range(2):
+        text = text.replace(f"${i}", str(models / f"expert_{i}"))
+    for budget in ("100%", "30%"):
+        plan = make_plan(home, parse(text, name="scaled", where="scaled"), budget=budget)
+        assert (plan.estimates.update_norm is not None) == is_known
+        assert plan.estimates.predicted_error is not None
+        assert "NaN" not in error_text(plan)
+        if budget == "30%":
+            continue
+        merged = tensors(run_plan(home, plan).snapshot.path)
+        base = tensors(models / "base")
+        update = math.hypot(*(float((merged[n] - b.float()).double().norm()) for n, b in base.items()))
+        assert plan.estimates.update_norm in (None, pytest.approx(update, rel=0.1))
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
