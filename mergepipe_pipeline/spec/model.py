@@ -105,5 +105,6 @@ def _update(update: Update, of: Callable[[Part], str]) -> list[object]:
         update.weights and typed(update.weights),
         update.is_residual,
         update.second and _update(update.second, of),
+        *([True] if update.is_orthogonal else []),
     ]
     return plain if rest == [1, None, None, False, None] else [*plain, rest]

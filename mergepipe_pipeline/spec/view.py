@@ -40,8 +40,9 @@ class LowRank:
     Of a stack of n = `n_matrices`, matrix i has rows [i·r, (i + 1)·r) of a, columns j·n + i of b.
     `magnitude` [n_out] is the length that every output's row has after the update (DoRA). `weights`
     is what is updated, W as stored, where the update follows from it: for its lengths, or with
-    `is_residual` for its r principal components, which are taken away (PiSSA). `second` is
-    added to the same tensor.
+    `is_residual` for its r principal components, which are taken away (PiSSA), or with
+    `is_orthogonal` `scale` times the first r columns of Q by the first r rows of R (OLoRA).
+    `second` is added to the same tensor.
     """
 
     a: Part
@@ -52,6 +53,7 @@ class LowRank:
     magnitude: Part | None = None
     weights: Part | None = None
     is_residual: bool = False
+    is_orthogonal: bool = False
     second: LowRank | None = None
 
     @property

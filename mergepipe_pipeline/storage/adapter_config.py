@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import sqrt
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from mergepipe_pipeline.errors import CheckpointError
 from mergepipe_pipeline.storage.json_text import load_object
@@ -20,6 +20,8 @@ _LARGEST = 3.4028234663852886e38  # of float32, in which updates are computed
 #: Patterns that leave a matcher no choice.
 _PLAIN = re.compile(r"(?:[A-Za-z0-9_.^$-]|\\[.dw])*")
 _Number = TypeVar("_Number", int, float)
+#: What an initialisation subtracts from the base's weights, by its method's name.
+Start = Literal["", "pissa", "olora"]
 
 CONFIG, KIND = "adapter_config.json", "An adapter's config"
 _MERGE_WITH_PEFT = "merge the adapter with peft (merge_and_unload) and give the full checkpoint"
@@ -82,9 +84,10 @@ _READ = frozenset(
 )
 #: Initialisations that leave the base's weights as they are; the others subtract from them.
 _KEEPS_BASE = frozenset({"gaussian", "eva", "orthogonal", "mica"})
-_CONVERTIBLE = ("pissa", "olora", "corda", "lora_ga")
-#: Subtracts principal components that anyone can compute; `pissa_niter_16` draws random ones.
-_PISSA = "pissa"
+_CONVERTIBLE = ("pissa", "corda", "lora_ga")
+#: What anyone can compute of the weights is subtracted: principal components (`pissa_niter_16`
+#: draws random ones), and the first columns of Q and rows of R.
+_REPEATABLE: dict[str, Start] = {"pissa": "pissa", "olora": "olora"}
 _BIASES = (None, "none", "all", "lora_only")
 
 
@@ -93,8 +96,8 @@ class AdapterConfig:
     """The part of a LoRA config that tensors' values depend on.
 
     `rank_pattern` and `alpha_pattern` are (regex, value) in order: the first that matches counts.
-    `keeps_lengths`: rows have lengths of their own (DoRA); `is_residual`: the base's principal
-    components were subtracted first (PiSSA). `parameters` are updated under their own names;
+    `keeps_lengths`: rows have lengths of their own (DoRA); `start` names what was subtracted from
+    the base first, from which the factors set out. `parameters` are updated under their own names;
     `tokens` are the rows of retrained tokens by the module's name (empty: any).
     """
 
@@ -107,7 +110,7 @@ class AdapterConfig:
     modules_to_save: tuple[str, ...] = ()
     ensure_weight_tying: bool = False
     keeps_lengths: bool = False
-    is_residual: bool = False
+    start: Start = ""
     parameters: tuple[str, ...] = ()
     tokens: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
@@ -138,7 +141,7 @@ def parse_adapter_config(text: str, where: str) -> AdapterConfig:
     """
     value = load_object(text, where, KIND)
     _refuse_other_methods(value, where)
-    is_residual = _is_residual(value.get("init_lora_weights", True), where)
+    start = _start(value.get("init_lora_weights", True), where)
     return AdapterConfig(
         _positive_int(value.get("r", 8), "r", where),
         _number(value.get("lora_alpha", 8), "lora_alpha", where),
@@ -155,7 +158,7 @@ def parse_adapter_config(text: str, where: str) -> AdapterConfig:
         _names(value, "modules_to_save", where),
         _flag(value, "ensure_weight_tying", where),
         _flag(value, "use_dora", where),
-        is_residual,
+        start,
         _names(value, "target_parameters", where),
         _tokens(value, where),
     )
@@ -193,20 +196,20 @@ def _refuse_other_methods(value: Mapping[str, Any], where: str) -> None:
             )
 
 
-def _is_residual(init: object, where: str) -> bool:
-    """Whether training first changed the base's weights, in the one way that can be repeated.
+def _start(init: object, where: str) -> Start:
+    """How training first changed the base's weights, of the ways that can be repeated.
 
     peft saves `true` here when it converts such an adapter, and the method's name otherwise.
     """
     method = init.lower() if isinstance(init, str) else ""
     if init is None or isinstance(init, bool) or method in _KEEPS_BASE:
-        return False
-    if method == _PISSA:
-        return True
+        return ""
+    if method in _REPEATABLE:
+        return _REPEATABLE[method]
     raise CheckpointError(
         "An adapter was trained on a base whose weights its initialisation changed",
         where=f"{where}, init_lora_weights",
-        expected="true, false, pissa, " + ", ".join(sorted(_KEEPS_BASE)),
+        expected="true, false, " + ", ".join(sorted(_KEEPS_BASE | _REPEATABLE.keys())),
         found=_shown(init),
         next_step="save it again with peft's save_pretrained(folder, "
         "path_initial_model_for_weight_conversion=<the adapter before training>)"

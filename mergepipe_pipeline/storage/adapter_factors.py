@@ -53,6 +53,8 @@ def low_ranks(
     for name, f in factors.items():
         if f.magnitude is not None:
             _check_magnitude(f, f.magnitude, checkpoint)
+        # A matrix that stands beside its factors is what was left: peft saves it after the start.
+        starts = bool(config.start) and not f.is_embedding and WHOLE not in changes[name].entries
         updates[name] = LowRank(
             Part(0, f.a),
             Part(0, f.b),
@@ -60,7 +62,8 @@ def low_ranks(
             transposed[name],
             f.n_matrices,
             Part(0, f.magnitude) if f.magnitude else None,
-            is_residual=config.is_residual and not f.is_embedding,
+            is_residual=starts,
+            is_orthogonal=starts and config.start == "olora",
         )
     return updates
 

@@ -32,6 +32,8 @@ _WRAPPER = re.compile(
     r"\.(?:token_adapter\.base_layer|base_layer|modules_to_save(?:\.default)?)(?=\.)"
 )
 _INNER = ".base_layer"
+#: With what VeLoRA computes gradients; no value of the model depends on it.
+_GRADIENTS_ONLY = re.compile(r".+\.lora_velora_embed(?:\.[^.]+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,8 @@ def find_changes(
     places = _Places(base_names)
     parameters = _parameters(checkpoint, places, config)
     for entry in checkpoint.tensors:
+        if _GRADIENTS_ONLY.fullmatch(entry.name):
+            continue
         module, role, name = _place(entry, places, parameters, checkpoint)
         is_parameter = module in parameters.values()
         change = changes.setdefault(name, Change(module, is_parameter=is_parameter))

@@ -2,8 +2,9 @@
 
 Low-rank updates δ = scale · b·a are taken in tiles of whole rows whose place depends on the
 tensor's shape alone, so that an element has the same bits whatever run of elements is asked for.
-Source: LoRA (https://arxiv.org/abs/2106.09685), DoRA (https://arxiv.org/abs/2402.09353) and PiSSA
-(https://arxiv.org/abs/2404.02948) as PEFT stores and merges them.
+Source: LoRA (https://arxiv.org/abs/2106.09685), DoRA (https://arxiv.org/abs/2402.09353), PiSSA
+(https://arxiv.org/abs/2404.02948) and OLoRA (https://arxiv.org/abs/2406.01775) as PEFT stores and
+merges them.
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ class LowRankUpdate(AdapterUpdate):
             if spec.is_residual:
                 assert spec.weights is not None
                 weights = self._stored.read(spec.weights)
-                self._terms.append(_principal(weights, spec.a.entry.shape[0]))
+                subtracted = _orthogonal if spec.is_orthogonal else _principal
+                self._terms.append(subtracted(weights, spec))
             spec = spec.second
         if self._spec.magnitude is not None:
             assert self._spec.weights is not None
@@ -179,12 +181,25 @@ def _term(stored: _Stored, spec: LowRank) -> _Term:
     return _Term(b.contiguous().flatten(0, 1), a.contiguous(), spec.scale)
 
 
-def _principal(weights: torch.Tensor, rank: int) -> _Term:
+def _principal(weights: torch.Tensor, spec: LowRank) -> _Term:
     """The term that PiSSA subtracted from W before training: its r principal components."""
     import torch
 
+    rank = spec.a.entry.shape[0]
     u, s, v = torch.linalg.svd(weights, full_matrices=False)
     return _Term((u[:, :rank] * s[:rank]).contiguous(), v[None, :rank].contiguous(), -1.0)
+
+
+def _orthogonal(weights: torch.Tensor, spec: LowRank) -> _Term:
+    """The term that OLoRA subtracted from W = QR: `scale` times what r columns and rows give.
+
+    It takes W as it is stored, turned or not.
+    """
+    import torch
+
+    rank = spec.a.entry.shape[0]
+    q, r = torch.linalg.qr(weights)
+    return _Term(q[:, :rank].contiguous(), r[None, :rank].contiguous(), -spec.scale)
 
 
 class RowValuesUpdate(AdapterUpdate):

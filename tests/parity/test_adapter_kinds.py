@@ -57,6 +57,31 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"targets": _ALL, "init_lora_weights": "pissa", "use_dora": True},
     ),
+    "olora": ("llama", {"targets": _ALL, "init_lora_weights": "olora"}),
+    "olora of an embedding": ("llama", {"targets": [EMBED, "v_proj"], "init_lora_weights": "olora"}),
+    "pissa of a head": ("llama", {"targets": [OUT, "v_proj"], "init_lora_weights": "pissa"}),
+    "olora of a head": ("llama", {"targets": [OUT, "v_proj"], "init_lora_weights": "olora"}),
+    "olora with other ranks": (
+        "llama",
+        {
+            "targets": _ALL,
+            "init_lora_weights": "OLoRA",
+            "use_rslora": True,
+            "rank_pattern": {"v_proj": 5},
+        },
+    ),
+    "olora and dora": (
+        "llama",
+        {"targets": _ALL, "init_lora_weights": "olora", "use_dora": True},
+    ),
+    "velora": (
+        "llama",
+        {"targets": _ALL, "velora_config": {"num_groups": 4, "init_type": "random"}},
+    ),
+    "velora and olora": (
+        "llama",
+        {"targets": _ALL, "init_lora_weights": "olora", "velora_config": {"num_groups": 5}},
+    ),
     "tokens": ("llama", {"targets": ["v_proj"], "trainable_token_indices": [7, 3]}),
     "tokens of both": (
         "llama",
@@ -183,7 +208,7 @@ def test_an_adapter_of_any_kind_is_what_peft_merges(
     assert_close(read_model(Path(found)), fused(arch, expected))
 
 
-@pytest.mark.parametrize("kind", ["dora", "pissa", "tokens", "embedding and head"])
+@pytest.mark.parametrize("kind", ["dora", "pissa", "olora", "tokens", "embedding and head"])
 def test_mergekit_loads_what_peft_merges(zoo: Zoo, kind: str) -> None:
     base, (adapter, merged) = zoo.base(kind, True), zoo.adapter(kind, True)
     theirs = run_mergekit(recipe("passthrough", None, [f"{base}+{adapter}"]))
@@ -194,7 +219,7 @@ def test_adapters_of_all_kinds_merge_like_the_models_that_peft_makes_of_them(
     tmp_path: Path, zoo: Zoo
 ) -> None:
     """In any windows, by any number of threads; what each changes is told by an analysis."""
-    kinds = ["dora", "pissa and dora", "tokens", "dora of a head"]
+    kinds = ["dora", "pissa and dora", "olora", "tokens", "dora of a head"]
     base = zoo.base("dora", False)
     options = [EngineOptions(threads=1, window_elems=777), EngineOptions(window_elems=4097)]
     ids, found = set(), {}

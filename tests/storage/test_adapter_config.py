@@ -33,6 +33,8 @@ from tests.storage.adapters import BASE, Q, adapter, pair
         ({"kasa_config": {}}, None),
         ({"init_lora_weights": "loftq"}, 'found "loftq".*merge_and_unload'),
         ({"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion"),
+        ({"init_lora_weights": "corda"}, r'"corda".*path_initial_model_for_weight_conversion'),
+        ({"init_lora_weights": "OLoRA", "velora_config": {"num_groups": 4}}, None),
         ({"init_lora_weights": "eva", "eva_config": {"rho": 2.0}}, None),
         ({"init_lora_weights": True, "corda_config": {"x": 1}}, None),
         ({"init_lora_weights": "Gaussian"}, None),

@@ -148,7 +148,6 @@ def test_square_tensors_of_an_adapter_of_both_kinds_are_refused(tmp_path: Path) 
 REFUSED_CASES: dict[str, tuple[dict[str, Any], str]] = {
     "pissa": ({"init_lora_weights": "pissa_niter_2"}, r"\"pissa_niter_2\".*path_initial_model_for"),
     "lora_bias": ({"lora_bias": True}, r"a bias in lora_B.*lora_bias"),
-    "olora": ({"init_lora_weights": "olora"}, r"\"olora\".*path_initial_model_for_weight_conv"),
     "layers": ({"layer_replication": [(0, 2), (0, 2)]}, "copies of the base's layers"),
 }
 

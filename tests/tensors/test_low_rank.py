@@ -110,8 +110,9 @@ def test_single_rows_and_columns_are_updates_too(shape: tuple[int, int]) -> None
     assert set(row.tolist()) == {2.0}
 
 
-def test_principal_components_do_not_depend_on_the_threads_that_torch_is_given(
-    tmp_path: Path,
+@pytest.mark.parametrize("is_orthogonal", [False, True])
+def test_what_a_start_subtracts_does_not_depend_on_the_threads_that_torch_is_given(
+    tmp_path: Path, is_orthogonal: bool
 ) -> None:
     rng = np.random.default_rng(3)
     factors = random_factors(rng, 100, 64, 4, "F32")
@@ -119,13 +120,13 @@ def test_principal_components_do_not_depend_on_the_threads_that_torch_is_given(
     checkpoint = write(tmp_path, "adapter", factors)
     spec = low_rank_of(checkpoint, "w", 1.0, transposed=False)
     weights = replace(spec.a, entry=checkpoint.by_name["w.c"])
-    pissa = replace(spec, weights=weights, is_residual=True)
+    started = replace(spec, weights=weights, is_residual=True, is_orthogonal=is_orthogonal)
     with opened([checkpoint]) as readers:
 
         def update(n_threads: int) -> bytes:
             torch.set_num_threads(n_threads)
             row = torch.zeros(100 * 64)
-            LowRankUpdate(readers.__getitem__, pissa).add_to(row, 0)
+            LowRankUpdate(readers.__getitem__, started).add_to(row, 0)
             assert torch.get_num_threads() == n_threads
             return row.numpy().tobytes()
 
