@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -212,6 +213,7 @@ class RowValuesUpdate(AdapterUpdate):
     ) -> None:
         super().__init__(readers, known)
         self._spec = update
+        self._order = sorted(range(len(update.rows)), key=update.rows.__getitem__)
         self._values: torch.Tensor | None = None
 
     def _load(self) -> None:
@@ -219,8 +221,11 @@ class RowValuesUpdate(AdapterUpdate):
 
     def _add_to(self, row: torch.Tensor, start_elem: int) -> None:
         assert self._values is not None
-        n_cols = self._values.shape[1]
-        for number, value in zip(self._spec.rows, self._values, strict=True):
+        n_cols, rows = self._values.shape[1], self._spec.rows
+        edges = (start_elem // n_cols, -(-(start_elem + len(row)) // n_cols))
+        first, stop = (bisect_left(self._order, n, key=rows.__getitem__) for n in edges)
+        for i in self._order[first:stop]:
+            number, value = rows[i], self._values[i]
             a = max(start_elem, number * n_cols)
             b = min(start_elem + len(row), (number + 1) * n_cols)
             if a < b:
