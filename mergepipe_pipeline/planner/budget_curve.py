@@ -60,8 +60,8 @@ class BudgetCurve:
 
     `nbytes_total` are the experts' bytes, `update_norm` the predicted ‖W_full − W_none‖₂, the error
     with nothing read: W_none is the base, or where weights do not sum to one a multiple of it. The
-    knee is on the curve of strategy `best`; without one that curve is nearly straight. `left_out` are
-    the shares that do not cover what the recipe pins, whatever the strategy.
+    knee is on the curve of strategy `best`; without one that curve is nearly straight. `left_out`
+    are the shares that do not cover what the recipe pins, whatever the strategy.
     """
 
     nbytes_total: int

@@ -59,6 +59,7 @@ class Side:
     config: tuple[tuple[str, ConfigValue], ...] = ()
     files: tuple[tuple[str, str], ...] | None = None
 
+
 #: Why the norm of an update is not known where there are deltas.
 _SCALED = "weights that do not sum to one scale the base, too"
 

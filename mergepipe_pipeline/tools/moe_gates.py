@@ -129,7 +129,7 @@ def _tokens(base: Input, transformers: Any) -> Callable[[str], list[int]]:
     )
 
     def of(prompt: str) -> list[int]:
-        # As mergekit-moe reads prompts: none of what the tokenizer adds, but always its `bos_token`.
+        # As in mergekit-moe: nothing that the tokenizer adds by itself, but its `bos_token`.
         text = (tokenizer.bos_token or "") + prompt
         ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
         if not ids:

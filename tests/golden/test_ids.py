@@ -96,8 +96,18 @@ RECIPES = {
     "union": f"merge_method: linear\n{_PAIR}tokenizer_source: union\n",
 }
 #: Those that are merged from models in other files, too: of each kind of planning one.
-_CUT = ("auto", "dare_ties-budget", "linear-budget", "lora", "passthrough", "slerp", "slices")
-_CUT += ("stages", "ties-conflicts", "union")
+_CUT = [
+    "auto",
+    "dare_ties-budget",
+    "linear-budget",
+    "lora",
+    "passthrough",
+    "slerp",
+    "slices",
+    "stages",
+    "ties-conflicts",
+    "union",
+]
 
 
 def write_inputs(folder: Path) -> None:

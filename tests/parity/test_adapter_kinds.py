@@ -58,7 +58,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"targets": _ALL, "init_lora_weights": "pissa", "use_dora": True},
     ),
     "olora": ("llama", {"targets": _ALL, "init_lora_weights": "olora"}),
-    "olora of an embedding": ("llama", {"targets": [EMBED, "v_proj"], "init_lora_weights": "olora"}),
+    "olora of an embedding": (
+        "llama",
+        {"targets": [EMBED, "v_proj"], "init_lora_weights": "olora"},
+    ),
     "pissa of a head": ("llama", {"targets": [OUT, "v_proj"], "init_lora_weights": "pissa"}),
     "olora of a head": ("llama", {"targets": [OUT, "v_proj"], "init_lora_weights": "olora"}),
     "olora with other ranks": (

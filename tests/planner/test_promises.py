@@ -168,7 +168,9 @@ def test_the_update_is_known_where_the_bases_own_values_take_no_part_in_it(
             continue
         merged = tensors(run_plan(home, plan).snapshot.path)
         base = tensors(models / "base")
-        update = math.hypot(*(float((merged[n] - b.float()).double().norm()) for n, b in base.items()))
+        update = math.hypot(
+            *(float((merged[n] - b.float()).double().norm()) for n, b in base.items())
+        )
         assert plan.estimates.update_norm in (None, pytest.approx(update, rel=0.1))
 
 

@@ -533,7 +533,9 @@ def test_rows_that_no_stored_type_can_hold_are_exact(
     for letter, code in zip("ABC", dtypes, strict=True):
         values = load_file(families["words"][letter] / "model.safetensors")
         for name, into in folders.items():
-            into[letter] = Path(shutil.copytree(families["words"][letter], tmp_path / name / letter))
+            into[letter] = Path(
+                shutil.copytree(families["words"][letter], tmp_path / name / letter)
+            )
             rounded = {n: t.to(stored[code]) for n, t in values.items()}
             wide = {n: t.float() for n, t in rounded.items()}
             file = into[letter] / "model.safetensors"
