@@ -1,0 +1,1 @@
+"""Random tiny models of many architectures, merged and compared with what torch makes of them."""
