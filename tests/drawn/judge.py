@@ -38,7 +38,7 @@ class Verdict:
     why: str
 
     def __str__(self) -> str:
-        return f"{self.name:16} {self.seed:4} {self.case:24} {self.kind:8} {self.why}".rstrip()
+        return f"{self.name:16} {self.seed:4} {self.case:24} {self.kind:8} {self.why}".rstrip().replace("\n", " ")
 
 
 def judged(name: str, seed: int, folder: Path) -> Iterator[Verdict]:
@@ -48,11 +48,13 @@ def judged(name: str, seed: int, folder: Path) -> Iterator[Verdict]:
     home = Warehouse.at(drawn.folder / "warehouse").ensure()
     here, there = str(drawn.model), str(drawn.sibling)
     own, mean = _equal_to(drawn, model), _mean_of(drawn, model, sibling)
+    from_base = _mean_of(drawn, model, sibling, of_deltas=True)
     cases: list[tuple[str, dict[str, Any], Right]] = [
         ("self linear", _linear(here, here), own),
         ("self task_arithmetic", _task(here, here), own),
         ("sibling linear", _linear(here, there), mean),
         ("sibling first", _linear(there, here), mean),
+        ("sibling task_arithmetic", _task(here, there), from_base),
     ]
     if drawn.sibling_elsewhere.exists():
         other = str(drawn.sibling_elsewhere)
@@ -83,6 +85,7 @@ def reordered(model: Any, order: Sequence[int]) -> Any:
         if isinstance(child, torch.nn.ModuleList) and len(child) == n
     ]
     setattr(above, name, torch.nn.ModuleList([copy.deepcopy(layers[i]) for i in order]))
+    _reorder_tables(out, n, order)
     for config in {id(m.config): m.config for m in (out, above) if hasattr(m, "config")}.values():
         kinds = {
             key: [value[i] for i in order]
@@ -96,13 +99,21 @@ def reordered(model: Any, order: Sequence[int]) -> Any:
     return out
 
 
+def _reorder_tables(model: Any, n: int, order: Sequence[int]) -> None:
+    """Gemma 3n keeps an input for each layer in one matrix of all: of these the blocks follow."""
+    for name, axis in (("embed_tokens_per_layer", 1), ("per_layer_model_projection", 0)):
+        for module in (m for key, m in model.named_modules() if key.endswith(name)):
+            blocks = module.weight.data.chunk(n, axis)
+            module.weight.data = torch.cat([blocks[i] for i in order], axis)
+
+
 def _linear(first: str, second: str) -> dict[str, Any]:
     models = [{"model": m, "parameters": {"weight": 0.5}} for m in (first, second)]
     return {"merge_method": "linear", "models": models}
 
 
 def _task(base: str, expert: str) -> dict[str, Any]:
-    models = [{"model": expert, "parameters": {"weight": 0.7}}]
+    models = [{"model": expert, "parameters": {"weight": 0.5}}]
     return {"merge_method": "task_arithmetic", "base_model": base, "models": models}
 
 
@@ -150,17 +161,25 @@ def _equal_to(drawn: Drawn, want: Any) -> Right:
     return right
 
 
-def _mean_of(drawn: Drawn, model: Any, sibling: Any) -> Right:
-    """Tensors are the mean of both models' within an ulp, and logits are those of a torch model."""
+def _mean_of(drawn: Drawn, model: Any, sibling: Any, of_deltas: bool = False) -> Right:
+    """Tensors are the mean of both models' within an ulp, and logits are those of a torch model.
+
+    `of_deltas`: within an ulp of the difference, too, which is rounded before it is halved.
+    """
     want = copy.deepcopy(model if model.config.tie_word_embeddings is False else sibling)
-    first, second = model.state_dict(), sibling.state_dict()
-    state = {k: _mean(v, second[k]) for k, v in first.items()}
+    pairs = {k: (v, sibling.state_dict()[k]) for k, v in model.state_dict().items()}
+    state = {k: (0.5 * (a.double() + b.double())).to(a.dtype) for k, (a, b) in pairs.items()}
+    slack = {
+        k: torch.finfo(a.dtype if a.is_floating_point() else torch.float64).eps
+        * (state[k].double().abs() + of_deltas * (a.double() - b.double()).abs())
+        for k, (a, b) in pairs.items()
+    }
     want.load_state_dict(state)
     logits = drawn.logits(want)
 
     def right(got: Any, odd: list[str]) -> str:
         found = got.state_dict()
-        other = [k for k in state if k not in found or not _within_an_ulp(found[k], state[k])]
+        other = [k for k, v in state.items() if not _near(found.get(k), v, slack[k])]
         equal = not other and all(torch.equal(found[k], v) for k, v in state.items())
         near = 0.0 if equal else _NEAR * float(logits.abs().max())
         return _said(odd, other, len(state), drawn.logits(got), logits, near)
@@ -168,17 +187,10 @@ def _mean_of(drawn: Drawn, model: Any, sibling: Any) -> Right:
     return right
 
 
-def _mean(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return (0.5 * (a.double() + b.double())).to(a.dtype) if a.is_floating_point() else a
-
-
-def _within_an_ulp(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
+def _near(a: torch.Tensor | None, b: torch.Tensor, slack: torch.Tensor) -> bool:
+    if a is None or a.shape != b.shape or a.dtype != b.dtype:
         return False
-    if not a.is_floating_point():
-        return torch.equal(a, b)
-    ulp = torch.finfo(a.dtype).eps * b.double().abs()
-    return bool(((a.double() - b.double()).abs() <= ulp).all())
+    return bool(((a.double() - b.double()).abs() <= slack).all())
 
 
 def _said(
