@@ -191,14 +191,18 @@ def _ernie_moe(d: Draw) -> Config:
 
 def _qwen3_next(d: Draw) -> Config:
     listed = {"layer_types": d.kinds(_FULL, _LINEAR)} if d.chance() else {}
-    return listed | _sparse(d) | {
-        "head_dim": 8,
-        "shared_expert_intermediate_size": 16,
-        "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-    }
+    return (
+        listed
+        | _sparse(d)
+        | {
+            "head_dim": 8,
+            "shared_expert_intermediate_size": 16,
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+        }
+    )
 
 
 def _gemma3n(d: Draw) -> Config:
@@ -323,9 +327,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granite": Architecture(lambda d: {"residual_multiplier": 0.5, "logits_scaling": 2.0}),
     "granitemoe": Architecture(lambda d: {"num_local_experts": 4, "embedding_multiplier": 2.0}),
     "granitemoehybrid": Architecture(
-        lambda d: _mamba2(d)
-        | {"layer_types": d.kinds(_FULL, _LINEAR), "shared_intermediate_size": 16}
-        | {"num_local_experts": d.pick(0, 4)}
+        lambda d: (
+            _mamba2(d)
+            | {"layer_types": d.kinds(_FULL, _LINEAR), "shared_intermediate_size": 16}
+            | {"num_local_experts": d.pick(0, 4)}
+        )
     ),
     "bamba": Architecture(lambda d: _mamba2(d) | {"attn_layer_indices": d.some()}),
     "jamba": Architecture(_jamba),
@@ -333,12 +339,17 @@ ARCHITECTURES: dict[str, Architecture] = {
         lambda d: {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 16}
     ),
     "recurrent_gemma": Architecture(
-        lambda d: {"attention_window_size": d.window(), "block_types": d.kinds("recurrent", "attention")}
+        lambda d: {
+            "attention_window_size": d.window(),
+            "block_types": d.kinds("recurrent", "attention"),
+        }
     ),
     "lfm2": Architecture(lambda d: {"full_attn_idxs": d.some(), "block_multiple_of": 8}),
     "minimax": Architecture(
-        lambda d: {"layer_types": d.kinds(_FULL, _LINEAR), "head_dim": 8, "block_size": 16}
-        | {"num_local_experts": 4, "mlp_alpha_factor": 1.5}
+        lambda d: (
+            {"layer_types": d.kinds(_FULL, _LINEAR), "head_dim": 8, "block_size": 16}
+            | {"num_local_experts": 4, "mlp_alpha_factor": 1.5}
+        )
     ),
     "deepseek_v2": Architecture(_latent),
     "deepseek_v3": Architecture(_latent),

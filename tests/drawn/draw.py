@@ -94,7 +94,15 @@ def draw(name: str, seed: int, folder: Path) -> Drawn:
     elsewhere = d.pick(*(s for s in spellings if s != here)) if len(spellings) > 1 else here
     legacy, unlike = d.chance(), d.chance(0.3)
     drawn = Drawn(
-        name, seed, folder, dtype, here, elsewhere, legacy, _orders(d) if what.sliced else (), config
+        name,
+        seed,
+        folder,
+        dtype,
+        here,
+        elsewhere,
+        legacy,
+        _orders(d) if what.sliced else (),
+        config,
     )
     write(drawn, drawn.model, model, here)
     sibling = _sibling(model, what, unlike and _may_untie(model), d)
@@ -206,4 +214,3 @@ def hush() -> None:
     """Let transformers draw no bars and tell nothing that is judged here anyway."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    torch.set_num_threads(1)

@@ -1,0 +1,49 @@
+"""A drawn model of each kind of architecture; `python -m tests.drawn` judges as many as you like."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the extra demo")
+pytest.importorskip("transformers", reason="needs the extra demo")
+
+from tests.drawn.architectures import ARCHITECTURES
+from tests.drawn.draw import hush
+from tests.drawn.judge import judged
+
+#: Seeds whose draws hold what once went wrong: lists, windows, dense layers, ties, both spellings.
+SAMPLE = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "phi3", "falcon", "stablelm", "olmo3"), 0),
+    **dict.fromkeys(("gpt_neox", "opt", "starcoder2", "cohere2", "granite", "nemotron"), 0),
+    **dict.fromkeys(("qwen3_moe", "mixtral", "gemma3n_text", "gpt_neo", "deepseek_v3"), 0),
+    **dict.fromkeys(("bamba", "jamba", "recurrent_gemma", "ernie4_5_moe", "llama4_text"), 0),
+    **dict.fromkeys(("exaone4", "smollm3", "mistral3", "paligemma", "t5", "bert"), 0),
+    **dict.fromkeys(("gpt2", "lfm2", "qwen2_moe", "glm4_moe", "gemma3", "qwen2_5_vl"), 1),
+    **dict.fromkeys(("qwen3", "gemma2", "gpt_oss"), 2),
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    hush()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_the_sample_is_of_many_architectures() -> None:
+    assert len(SAMPLE) >= 25
+    assert SAMPLE.keys() <= ARCHITECTURES.keys()
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_merges_of_a_drawn_model_are_what_torch_makes_of_it_or_refused(
+    tmp_path: Path, name: str
+) -> None:
+    found = list(judged(name, SAMPLE[name], tmp_path))
+    assert not [str(v) for v in found if not v.is_expected]
+    assert sum(v.kind == "right" for v in found) >= 5
