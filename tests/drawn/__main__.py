@@ -13,7 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
-from tests.drawn.architectures import ARCHITECTURES
+from tests.drawn.architectures import NAMES
 from tests.drawn.draw import hush
 from tests.drawn.judge import Verdict, judged
 
@@ -23,7 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.drawn")
     parser.add_argument("--seed", type=int, default=0, help="of the first model")
     parser.add_argument("--n", type=int, default=100, help="models, of each architecture by turns")
-    parser.add_argument("--only", nargs="*", default=list(ARCHITECTURES), metavar="NAME")
+    parser.add_argument("--only", nargs="*", default=list(NAMES), metavar="NAME")
     parser.add_argument("--all", action="store_true", help="print what is right, too")
     given = parser.parse_args()
     hush()

@@ -1,8 +1,8 @@
 """Draws a tiny model and its sibling from a seed, and writes both as their users would have them.
 
-Names of tensors, config keys and ties are drawn: as `save_pretrained` writes them, as transformers 5
-names its modules, or as older files of the hub. Each file is proven to hold its model: loaded again,
-its tensors are those that were made.
+Names of tensors, config keys and ties are drawn: as `save_pretrained` writes them, as transformers
+5 names its modules, or as older files of the hub. Each file is proven to hold its model: loaded
+again, its tensors are those that were made.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.drawn.architectures import ARCHITECTURES, Architecture, Draw, common
+from tests.drawn.architectures import OLDER_NAMES, Draw, auto_class, draw_config, is_sliced
 
-State = dict[str, torch.Tensor]
 #: Numbers of a text that is longer than every window; special and image tokens are left out.
 _WORDS, _LENGTH = (3, 56), 40
 _NOISE = 0.05
@@ -29,21 +28,19 @@ _NOISE = 0.05
 
 @dataclass(frozen=True)
 class Drawn:
-    """A model type with its seed, and the two models that were written.
+    """A model type with its seed, and the folders where its models were written.
 
-    `orders` are lists of source layers for passthrough slices; `spelling` and `sibling_spelling`
-    say how the files name their tensors.
+    `orders` are lists of source layers for passthrough slices; `elsewhere` is the spelling of
+    tensors' names in `sibling_elsewhere`, which is there if there are two spellings.
     """
 
     name: str
     seed: int
     folder: Path
     dtype: torch.dtype
-    spelling: str
-    sibling_spelling: str
-    legacy: bool
+    elsewhere: str
+    older_keys: bool
     orders: tuple[tuple[int, ...], ...]
-    config: Any
 
     @property
     def model(self) -> Path:
@@ -55,12 +52,11 @@ class Drawn:
 
     @property
     def sibling_elsewhere(self) -> Path:
-        """The sibling in the other spelling; the same folder where there is one spelling only."""
         return self.folder / "sibling_elsewhere"
 
     def load(self, folder: Path) -> tuple[Any, list[str]]:
         """A model of a folder, as transformers loads it, and what does not fit in its files."""
-        cls = getattr(transformers, ARCHITECTURES[self.name].auto)
+        cls = getattr(transformers, auto_class(self.name))
         model, info = cls.from_pretrained(
             folder, dtype=self.dtype, attn_implementation="eager", output_loading_info=True
         )
@@ -72,7 +68,7 @@ class Drawn:
         generator = torch.Generator().manual_seed(self.seed)
         ids = torch.randint(*_WORDS, (1, _LENGTH), generator=generator)
         more = {} if not model.config.is_encoder_decoder else {"decoder_input_ids": ids.flip(1)}
-        if ARCHITECTURES[self.name].auto != "AutoModelForMaskedLM":
+        if auto_class(self.name) != "AutoModelForMaskedLM":
             more["use_cache"] = False
         with torch.no_grad():
             return model(input_ids=ids, **more).logits[0].float()
@@ -82,40 +78,47 @@ def draw(name: str, seed: int, folder: Path) -> Drawn:
     """Write `model`, `sibling` and perhaps `sibling_elsewhere` into the folder."""
     rng = random.Random(f"{name} {seed}")
     torch.manual_seed(rng.randrange(2**31))
-    what, d = ARCHITECTURES[name], Draw(rng, rng.randint(4, 6))
+    d = Draw(rng, rng.randint(4, 6))
     dtype = torch.bfloat16 if d.chance(0.25) else torch.float32
-    settings = {**common(d), **what.draw(d)}
-    if "text_config" in settings:  # sizes are of the text part alone
-        settings = what.draw(d)
-    config = transformers.AutoConfig.for_model(name, **settings)
-    model = _random(what, config, dtype, d)
-    spellings = _spellings(model, what)
-    here = d.pick(*spellings)
-    elsewhere = d.pick(*(s for s in spellings if s != here)) if len(spellings) > 1 else here
-    legacy, unlike = d.chance(), d.chance(0.3)
-    drawn = Drawn(
-        name,
-        seed,
-        folder,
-        dtype,
-        here,
-        elsewhere,
-        legacy,
-        _orders(d) if what.sliced else (),
-        config,
-    )
+    config = transformers.AutoConfig.for_model(name, **draw_config(name, d))
+    model = _random(name, config, dtype, d)
+    spellings = _spellings(name, model)
+    d.rng.shuffle(spellings)
+    here, elsewhere = spellings[0], spellings[-1]
+    orders = _orders(d) if is_sliced(name) else ()
+    drawn = Drawn(name, seed, folder, dtype, elsewhere, d.chance(0.5), orders)
     write(drawn, drawn.model, model, here)
-    sibling = _sibling(model, what, unlike and _may_untie(model), d)
+    sibling = _sibling(name, model, d)
     write(drawn, drawn.sibling, sibling, here)
     if elsewhere != here:
         write(drawn, drawn.sibling_elsewhere, sibling, elsewhere)
     return drawn
 
 
-def _random(what: Architecture, config: Any, dtype: torch.dtype, d: Draw) -> Any:
+def write(drawn: Drawn, folder: Path, model: Any, spelling: str) -> None:
+    """Save a model in a spelling, and prove that transformers finds all of it there."""
+    model.save_pretrained(folder, save_original_format=spelling != "modules")
+    file = folder / "model.safetensors"
+    if spelling == "older":
+        tensors = {re.sub(*OLDER_NAMES[drawn.name], k): v for k, v in load_file(file).items()}
+        save_file(tensors, file, metadata={"format": "pt"})
+    if drawn.older_keys:
+        _write_older_keys(folder / "config.json")
+    loaded, odd = drawn.load(folder)
+    assert not odd, f"{drawn.name} {drawn.seed} {spelling}: the drawn file does not fit: {odd}"
+    for name, value in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), f"{drawn.name} {spelling} {name}"
+
+
+def hush() -> None:
+    """Let transformers draw no bars and tell nothing that is judged here anyway."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def _random(name: str, config: Any, dtype: torch.dtype, d: Draw) -> Any:
     """A model whose every parameter matters: no zero biases, no norms of one, no tiny matrices."""
-    with _quiet():
-        model = getattr(transformers, what.auto).from_config(config, dtype=torch.float32)
+    model = getattr(transformers, auto_class(name)).from_config(config, dtype=torch.float32)
     for parameter in model.parameters():
         if parameter.dim() > 1 and parameter.shape[-1] > 1:
             parameter.data.normal_(0, d.pick(0.15, 0.25))
@@ -124,62 +127,34 @@ def _random(what: Architecture, config: Any, dtype: torch.dtype, d: Draw) -> Any
     return model.to(dtype).eval()
 
 
-def _sibling(model: Any, what: Architecture, untied: bool, d: Draw) -> Any:
-    """The model after a little training; `untied` gives it a head of its own."""
+def _sibling(name: str, model: Any, d: Draw) -> Any:
+    """The model after a little training, perhaps with a head of its own."""
     config = copy.deepcopy(model.config)
-    if untied:
+    if is_sliced(name) and d.chance(0.3):
         config.tie_word_embeddings = False
-    with _quiet():
-        sibling = getattr(transformers, what.auto).from_config(config, dtype=model.dtype)
+    sibling = getattr(transformers, auto_class(name)).from_config(config, dtype=model.dtype)
     sibling.load_state_dict(model.state_dict())
     for parameter in sibling.parameters():
         parameter.data.add_(torch.randn_like(parameter), alpha=_NOISE * d.pick(0.2, 1, 3))
     return sibling.eval()
 
 
-def _may_untie(model: Any) -> bool:
-    plain = not model.config.is_encoder_decoder and model.config.get_text_config() is model.config
-    return plain and bool(model.config.tie_word_embeddings)
+def _spellings(name: str, model: Any) -> list[str]:
+    """How files may name the tensors of a model."""
+    own = model.state_dict()
+    saved = transformers.core_model_loading.revert_weight_conversion(model, own)
+    out = ["saved"] if saved.keys() <= own.keys() else ["saved", "modules"]
+    return [*out, "older"] if name in OLDER_NAMES else out
 
 
-def _spellings(model: Any, what: Architecture) -> list[str]:
-    own = set(model.state_dict())
-    saved = transformers.core_model_loading.revert_weight_conversion(model, model.state_dict())
-    out = ["saved", "modules"] if not set(saved) <= own else ["saved"]
-    return [*out, "old"] if what.old else out
-
-
-def write(drawn: Drawn, folder: Path, model: Any, spelling: str) -> None:
-    """Save a model in a spelling, and prove that transformers finds all of it there."""
-    what = ARCHITECTURES[drawn.name]
-    model.save_pretrained(folder, save_original_format=spelling != "modules")
-    file = folder / "model.safetensors"
-    if spelling == "old":
-        tensors = {_renamed(k, what.old): v for k, v in load_file(file).items()}
-        save_file(tensors, file, metadata={"format": "pt"})
-    if drawn.legacy:
-        _write_legacy(folder / "config.json", what)
-    loaded, odd = drawn.load(folder)
-    assert not odd, f"{drawn.name} {drawn.seed} {spelling}: the drawn file does not fit: {odd}"
-    for name, value in model.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], value), f"{drawn.name} {spelling} {name}"
-
-
-def _renamed(name: str, old: tuple[tuple[str, str], ...]) -> str:
-    for pattern, replacement in old:
-        name = re.sub(pattern, replacement, name)
-    return name
-
-
-def _write_legacy(file: Path, what: Architecture) -> None:
-    """Give config.json the keys of older files, where they mean the same."""
+def _write_older_keys(file: Path) -> None:
+    """Give config.json the keys of files before transformers 5, where they mean the same."""
     text, meant = file.read_text(), transformers.AutoConfig.from_pretrained(file.parent).to_dict()
     config = json.loads(text)
     for part in (config, config.get("text_config", {})):
-        for key, older in what.legacy:
-            if key in part and older is not None:
-                part[older] = part[key]
-            part.pop(key, None)
+        part.pop("layer_types", None)
+        if "_sliding_window_pattern" in part:
+            part["sliding_window_pattern"] = part.pop("_sliding_window_pattern")
         rope = part.get("rope_parameters") or {}
         if set(rope) == {"rope_theta", "rope_type"} and rope["rope_type"] == "default":
             part["rope_theta"] = part.pop("rope_parameters")["rope_theta"]
@@ -198,19 +173,3 @@ def _orders(d: Draw) -> tuple[tuple[int, ...], ...]:
     repeated = [*range(cut + 1), *range(cut, n)]
     moved = [*range(cut, n), *range(cut)]
     return tuple(dropped), tuple(repeated if d.chance(0.7) else moved)
-
-
-class _quiet:  # noqa: N801
-    """Keeps the random state of torch from what constructors draw, which differs by version."""
-
-    def __enter__(self) -> None:
-        self.state = torch.get_rng_state()
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_rng_state(self.state)
-
-
-def hush() -> None:
-    """Let transformers draw no bars and tell nothing that is judged here anyway."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()

@@ -45,9 +45,8 @@ class Verdict:
         return self.kind == "right" or (self.kind == "refused" and known)
 
     def __str__(self) -> str:
-        return f"{self.name:16} {self.seed:4} {self.case:24} {self.kind:8} {self.why}".rstrip().replace(
-            "\n", " "
-        )
+        line = f"{self.name:16} {self.seed:4} {self.case:24} {self.kind:8} {self.why}"
+        return line.rstrip().replace("\n", " ")
 
 
 def judged(name: str, seed: int, folder: Path) -> Iterator[Verdict]:
@@ -221,5 +220,5 @@ def _said(
 def _renamed_self(drawn: Drawn, model: Any) -> str:
     """The model itself in the sibling's other spelling."""
     folder = drawn.folder / "model_elsewhere"
-    write(drawn, folder, model, drawn.sibling_spelling)
+    write(drawn, folder, model, drawn.elsewhere)
     return str(folder)
