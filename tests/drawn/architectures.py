@@ -58,14 +58,14 @@ class _Choice:
 
 
 _CHOICES: dict[str, Callable[..., Any]] = {
-    "!pick": Draw.pick,
-    "!kinds": Draw.kinds,
-    "!some": Draw.some,
-    "!pairs": lambda d, *kinds: [[[kind], 1] for kind in d.kinds(*kinds)],
-    "!bits": lambda d: [float(d.pick(0, 0.9)) for _ in range(d.layers)],
-    "!depth": lambda d: d.rng.randint(1, d.layers - 1),
-    "!window": lambda d: d.rng.randint(4, 9),
-    "!layers": lambda d: d.layers,
+    "pick": Draw.pick,
+    "kinds": Draw.kinds,
+    "some": Draw.some,
+    "pairs": lambda d, *kinds: [[[kind], 1] for kind in d.kinds(*kinds)],
+    "bits": lambda d: [float(d.pick(0, 0.9)) for _ in range(d.layers)],
+    "depth": lambda d: d.rng.randint(1, d.layers - 1),
+    "window": lambda d: d.rng.randint(4, 9),
+    "layers": lambda d: d.layers,
 }
 
 
@@ -73,14 +73,13 @@ class _Loader(yaml.SafeLoader):
     pass
 
 
-def _choice(loader: _Loader, tag: str, node: yaml.Node) -> _Choice:
+def _choice(loader: _Loader, suffix: str, node: yaml.Node) -> _Choice:
     is_list = isinstance(node, yaml.SequenceNode)
-    return _Choice(_CHOICES[tag], tuple(loader.construct_sequence(node, True)) if is_list else ())
+    given = loader.construct_sequence(node, deep=True) if is_list else []  # type: ignore[arg-type]
+    return _Choice(_CHOICES[suffix], tuple(given))
 
 
-for _tag in _CHOICES:
-    _Loader.add_constructor(_tag, lambda loader, node, tag=_tag: _choice(loader, tag, node))
-
+_Loader.add_multi_constructor("!", _choice)
 _FILE = yaml.load((Path(__file__).parent / "architectures.yml").read_text(), _Loader)
 NAMES: tuple[str, ...] = tuple(_FILE["models"])
 

@@ -67,11 +67,14 @@ class Drawn:
         """What a model says to the drawn text."""
         generator = torch.Generator().manual_seed(self.seed)
         ids = torch.randint(*_WORDS, (1, _LENGTH), generator=generator)
-        more = {} if not model.config.is_encoder_decoder else {"decoder_input_ids": ids.flip(1)}
+        more: dict[str, Any] = {}
+        if model.config.is_encoder_decoder:
+            more["decoder_input_ids"] = ids.flip(1)
         if auto_class(self.name) != "AutoModelForMaskedLM":
             more["use_cache"] = False
         with torch.no_grad():
-            return model(input_ids=ids, **more).logits[0].float()
+            logits: torch.Tensor = model(input_ids=ids, **more).logits
+        return logits[0].float()
 
 
 def draw(name: str, seed: int, folder: Path) -> Drawn:
