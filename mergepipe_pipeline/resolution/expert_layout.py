@@ -18,16 +18,21 @@ from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.view import Part, Run, TensorView
 
 _APART = re.compile(
-    r"(?P<stem>.+\.)(?P<block>block_sparse_moe|mlp)\.experts\.(?P<number>\d+)\."
+    r"(?P<stem>.+\.)(?P<block>block_sparse_moe|mlp|feed_forward)\.experts\.(?P<number>\d+)\."
     r"(?P<kind>w[123]|(?:gate|up|down)_proj)\.weight"
 )
-_FUSED = re.compile(r"(?P<stem>.+\.)mlp\.experts\.(?P<kind>gate_up_proj|down_proj)")
+_FUSED = re.compile(
+    r"(?P<stem>.+\.)(?P<block>mlp|feed_forward)\.experts\.(?P<kind>gate_up_proj|down_proj)"
+)
 _ROUTER = re.compile(r"(?P<stem>.+\.)(?:block_sparse_moe|mlp)\.gate\.(?P<rest>weight)")
 #: Kinds of an expert's matrices by the fused tensor, in the order of their rows there.
 _KINDS = {
     "block_sparse_moe": {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)},
     "mlp": {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
+    "feed_forward": {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
 }
+#: What a block is called where its experts are fused.
+_FUSED_BLOCK = {"block_sparse_moe": "mlp", "mlp": "mlp", "feed_forward": "feed_forward"}
 _FUSES = {kind: fused for kinds in _KINDS.values() for fused, ks in kinds.items() for kind in ks}
 
 
@@ -47,8 +52,8 @@ def layout_of(names: Mapping[str, TensorView]) -> Layout | None:
     for name, view in names.items():
         if match := _APART.fullmatch(name):
             return Layout(match["block"], False)
-        if _FUSED.fullmatch(name) and len(view.shape) == 3:
-            return FUSED
+        if (match := _FUSED.fullmatch(name)) and len(view.shape) == 3:
+            return Layout(match["block"], True)
     return None
 
 
@@ -74,7 +79,8 @@ def in_one_layout(models: Sequence[Model], lead: int) -> list[Model]:
 
 def laid_out(model: Model, layout: Layout) -> Model:
     """The model with its experts in another layout; as it is where it has that already."""
-    if layout_of(model.views) in (None, layout):
+    own = layout_of(model.views)
+    if own in (None, layout) or (own is not None and own.fused and layout.fused):
         return model
     views = dict(_fused(model)) if layout.fused else dict(_apart(model, layout.block))
     return replace(model, views=views, variant=f"{model.variant}; experts {layout}")
@@ -84,17 +90,21 @@ def _has_fused_update(model: Model) -> bool:
     return any(v.low_rank and _FUSED.fullmatch(name) for name, v in model.views.items())
 
 
+def _fused_name(match: re.Match[str]) -> str:
+    return f"{match['stem']}{_FUSED_BLOCK[match['block']]}.experts.{_FUSES[match['kind']]}"
+
+
 def _fused(model: Model) -> Iterator[tuple[str, TensorView]]:
     """Every tensor under its fused name, where the first of its experts stood."""
     groups: dict[str, dict[tuple[int, str], TensorView]] = {}
     for name, view in model.views.items():
         if match := _APART.fullmatch(name):
-            fused = f"{match['stem']}mlp.experts.{_FUSES[match['kind']]}"
+            fused = _fused_name(match)
             groups.setdefault(fused, {})[int(match["number"]), match["kind"]] = view
     yielded = set()
     for name, view in model.views.items():
         if match := _APART.fullmatch(name):
-            fused = f"{match['stem']}mlp.experts.{_FUSES[match['kind']]}"
+            fused = _fused_name(match)
             if fused not in yielded:
                 yielded.add(fused)
                 kinds = _KINDS[match["block"]][fused.rpartition(".")[2]]

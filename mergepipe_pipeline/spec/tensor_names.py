@@ -20,6 +20,17 @@ _VERSIONS = (
     (re.compile(r"^(?:(?:model|language_model|text_model|thinker|vlm)\.)+"), ""),
     (re.compile(r"^((?:vision|image|video)_tower|encoder)\.(?:vision|text)_model\."), r"\1."),
     (re.compile(r"^(?:mlp_AR|vision_projector)\."), "projector."),
+    (re.compile(r"^embed_out\."), "lm_head."),
+    (re.compile(r"\.mlp\.moe_statics\."), ".mlp.gate.moe_statics."),
+    (
+        re.compile(r"\.block_sparse_moe\.input_linear\.weight$"),
+        ".block_sparse_moe.experts.gate_up_proj",
+    ),
+    (
+        re.compile(r"\.block_sparse_moe\.output_linear\.weight$"),
+        ".block_sparse_moe.experts.down_proj",
+    ),
+    (re.compile(r"\.block_sparse_moe\.router\.layer\."), ".block_sparse_moe.router."),
     (re.compile(r"\.gamma$"), ".weight"),  # TensorFlow's words, as old BERTs have them
     (re.compile(r"\.beta$"), ".bias"),
 )

@@ -6,7 +6,6 @@ _FIRST = "dense layers must be the first ones: a number says how many they are"
 _PERIODS = "kinds of layers follow from a period and an offset, which not every order has"
 _TABLE = "layers have parts of one table, and pairs of them share caches, by their numbers"
 _SCALED = "attention is divided by the layer's number"
-_UNREAD = "names of mixtures that are not read as one"
 
 KNOWN: dict[tuple[str, str], str] = {
     ("deepseek_v2", "slices"): _FIRST,
@@ -16,8 +15,4 @@ KNOWN: dict[tuple[str, str], str] = {
     ("jamba", "slices"): _PERIODS,
     ("gemma3n_text", "slices"): _TABLE,
     ("gpt2", "slices"): _SCALED,
-    ("granitemoe", "renamed"): _UNREAD,
-    ("granitemoehybrid", "renamed"): _UNREAD,
-    ("jamba", "renamed"): _UNREAD,
-    ("ernie4_5_moe", "renamed"): _UNREAD,
 }
