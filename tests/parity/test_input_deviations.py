@@ -70,6 +70,23 @@ def test_the_head_of_an_untied_expert_stays_tied_in_mergekits_config_and_not_in_
         assert json.loads((path / "config.json").read_text())["tie_word_embeddings"] is tied
 
 
+def test_mergekit_takes_the_embedding_of_a_model_without_a_head_for_one_and_we_the_bases(
+    home: Warehouse, base: Path, tmp_path: Path
+) -> None:
+    below = write(tmp_path / "below", 5, head=True, base=base)
+    expert = write(tmp_path / "expert", 6, base=base)
+    for folder in (below, expert):
+        config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
+        (folder / "config.json").write_text(json.dumps(config))
+    text = recipe("task_arithmetic", below, [expert])
+    theirs, ours = run_mergekit(text), merged(home, text)
+    head, embedding = read_model(below)[HEAD], read_model(expert)[EMBEDDING]
+    assert torch.equal(ours[HEAD], head)
+    assert float((theirs[HEAD] - head).norm() / (embedding - head).norm()) > 0.1
+    with pytest.raises(RecipeError, match=rf"lacks 1 of the tensors.*{HEAD}"):
+        merged(home, recipe("linear", None, [below, expert]))
+
+
 def test_adapters_are_exact_here_and_rounded_to_the_models_dtype_in_mergekit(
     home: Warehouse, tmp_path: Path
 ) -> None:
