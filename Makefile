@@ -35,6 +35,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[ui,demo,dev]"
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[peer]" \
 		|| echo "mergekit did not install: parity is tested against recorded outputs only"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[lm-eval]" \
+		|| echo "lm-eval did not install: the evaluator lm_eval is not tested"
 	touch $@
 
 demo: venv

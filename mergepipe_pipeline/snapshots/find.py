@@ -117,9 +117,11 @@ def manifest_of(data: bytes, where: str) -> Manifest:
 
 def _problems(manifest: Manifest) -> Iterator[str]:
     files: list[ShardEntry | SideFile] = [*manifest.shards, *manifest.side_files]
+    shards = {s.file for s in manifest.shards}
     for name, times in Counter(f.file for f in files).items():
         # Side files may lie in a folder of the folder, as those of sentence-transformers.
-        if not isinstance(name, str) or not all(map(_is_plain, name.split("/", 1))):
+        parts = name.split("/", 1) if isinstance(name, str) and name not in shards else [name]
+        if not all(map(_is_plain, parts)):
             yield f"the file {name!r}, which is no name in a folder"
         elif times > 1 or name in (MANIFEST, PROVENANCE):
             yield f"the file {name!r} twice"

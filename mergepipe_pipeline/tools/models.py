@@ -99,7 +99,7 @@ class Input:
         Raises CheckpointChangedError, CorruptionError, IncompatibleCheckpointsError for codes.
         """
         entry, form = self.tensors[name], self.checkpoint.form
-        if form is not None and name in form.coded:
+        if form is not None and entry.name in form.coded:
             raise coded_error(self.checkpoint, form, name)
         raw = np.frombuffer(self.raw(name), np.uint8)
         values: F32Array = as_float32(raw, entry.dtype).numpy().reshape(entry.shape)

@@ -192,7 +192,7 @@ class Transplant:
         files = self._recipient.side_files()
         files = {n: data for n, data in files.items() if not of_tokenizer(n)} | self._files
         changes = (*self._sizes(self._recipient.config), *self._token_ids.config)
-        files[CONFIG] = config_json(files.get(CONFIG, b"{}"), None, changes)
+        files[CONFIG] = config_json(json_bytes(self._recipient.config), None, changes)
         if self._token_ids.generation is not None:
             files[GENERATION] = json_bytes(self._token_ids.generation)
         return files

@@ -193,6 +193,7 @@ def _only(folder: Path, file: str) -> None:
 
 def _two_copies(folder: Path) -> None:
     write_full(folder)
+    (folder / MODEL).rename(folder / "one.safetensors")
     save_file(WEIGHTS, folder / "other.safetensors")
 
 

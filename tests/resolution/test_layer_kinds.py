@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -177,7 +176,6 @@ def write(folder: Path, name: str, **more: Any) -> Path:
     model_type, numbers, dropped = MODELS[name]
     path = folder / name
     if not path.exists():
-        logging.disable(logging.WARNING)
         torch.manual_seed(3)
         config = CONFIG_MAPPING[model_type](**{**SIZES, **numbers, **more})
         AutoModelForCausalLM.from_config(config).float().save_pretrained(path)
