@@ -131,7 +131,9 @@ def test_a_flipped_frame_is_named_by_file_tensor_and_chunk(tmp_path: Path) -> No
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    with pytest.raises(CorruptionError, match=r"X\.frames, tensor model\.layers\.0\.b\.weight, chunk 2"):
+    with pytest.raises(
+        CorruptionError, match=r"X\.frames, tensor model\.layers\.0\.b\.weight, chunk 2"
+    ):
         decoded(warehouse, made.pack_id)
 
 
