@@ -37,7 +37,15 @@ DIFFERENT = {
     "multi-task-mixtral": "mergekit fuses experts first and trims all of a layer's together",
 }
 #: Refused unless `--lenient`.
-LENIENT = {"apocrypha-multislerp", "base-6-v2-sce", "genetic-lemonade", "novaciano-sce"}
+LENIENT = {
+    "apocrypha-multislerp",
+    "base-6-v2-sce",
+    "dpopenhermes-11b",
+    "fusionlm-biomistral",
+    "genetic-lemonade",
+    "hermes-metamath-code-dare",
+    "novaciano-sce",
+}
 
 #: What CI runs: of every method one recipe, and of every kind of exception.
 SAMPLE = (
