@@ -19,5 +19,6 @@ EXPECTED: dict[str, str] = {
         f"{_TRUNCATED}preserves_donor_config[{method}]": _CONFIG
         for method in ("linear", "slerp", "task_arithmetic")
     },
+    "embedding_truncation.py::test_embedding_and_head_are_truncated_independently": _CONFIG,
     **{f"{_TRUNCATED}copies_out_of_range_metadata[{given}]": _CONFIG for given in (False, True)},
 }
