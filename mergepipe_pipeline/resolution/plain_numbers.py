@@ -10,10 +10,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError
-from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.planner.parts import out_dtype
+from mergepipe_pipeline.recipe.checks import base_takes_part
 from mergepipe_pipeline.recipe.parsed import ParsedRecipe
 from mergepipe_pipeline.resolution.model_problems import placed_in
+from mergepipe_pipeline.resolution.recipe_text import SCHEMAS
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.recipe import Recipe, TensorRecipe
@@ -26,10 +27,10 @@ def refuse_coded_models(parsed: ParsedRecipe, models: Sequence[Model]) -> None:
 
     Its names and shapes need not be the others', so this comes before tensors are compared.
     """
-    with_base = OPERATORS[parsed.method].schema.base != "none" if parsed.method in OPERATORS else 0
+    like_others = base_takes_part(parsed.method, SCHEMAS)
     for _, part in parsed.slices():
-        numbers = {entry.model for entry in part.contributing(not with_base)}
-        numbers |= {part.base} if with_base and part.base is not None else set()
+        numbers = {entry.model for entry in part.contributing(like_others)}
+        numbers |= set() if like_others or part.base is None else {part.base}
         whole = [n for n in sorted(numbers) if not models[n].is_partial]
         for n in whole if len(whole) > 1 else ():
             form = models[n].checkpoint.form
