@@ -4,9 +4,9 @@ from typing import Any
 
 import dagster as dg
 
-from assets.failures import as_failure
-from assets.labels import labels
-from assets.metadata import markdown_table, plain_name
+from mergepipe_pipeline.assets.failures import as_failure
+from mergepipe_pipeline.assets.labels import labels
+from mergepipe_pipeline.assets.metadata import markdown_table, plain_name
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.resources import Engine, MergePipe
 from mergepipe_pipeline.text import in_one_line

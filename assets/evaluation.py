@@ -5,9 +5,9 @@ Recipes without `evaluate:` have neither.
 
 import dagster as dg
 
-from assets.failures import as_failure
-from assets.labels import labels
-from assets.metadata import description, markdown_table
+from mergepipe_pipeline.assets.failures import as_failure
+from mergepipe_pipeline.assets.labels import labels
+from mergepipe_pipeline.assets.metadata import description, markdown_table
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.spec.evaluation import Verdict, figure

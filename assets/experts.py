@@ -5,9 +5,9 @@ from typing import Any
 
 import dagster as dg
 
-from assets.labels import owners
-from assets.links import dependents_link
-from assets.metadata import description, gib
+from mergepipe_pipeline.assets.labels import owners
+from mergepipe_pipeline.assets.links import dependents_link
+from mergepipe_pipeline.assets.metadata import description, gib
 from mergepipe_pipeline.deploy.arrivals import arrival
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.resources import MergePipe

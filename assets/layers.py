@@ -22,9 +22,14 @@ from typing import Any
 import dagster as dg
 from pydantic import Field
 
-from assets.failures import as_failure
-from assets.labels import labels
-from assets.metadata import layer_metadata, merge_metadata, shard_metadata, shards_metadata
+from mergepipe_pipeline.assets.failures import as_failure
+from mergepipe_pipeline.assets.labels import labels
+from mergepipe_pipeline.assets.metadata import (
+    layer_metadata,
+    merge_metadata,
+    shard_metadata,
+    shards_metadata,
+)
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import NotFoundError

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from assets.links import Link
+from mergepipe_pipeline.assets.links import Link
 from mergepipe_pipeline.deploy.layer_records import LayerRecord
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.report import conflict_tables as tables

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import dagster as dg
 
-from assets.labels import owners
-from assets.metadata import description
+from mergepipe_pipeline.assets.labels import owners
+from mergepipe_pipeline.assets.metadata import description
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.text import visible
 from mergepipe_pipeline.verbs.standing_searches import StandingSearch

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 
 import dagster as dg
 
-from assets.evaluation import before_release, build_evaluation
-from assets.experts import expert_index
-from assets.failures import as_failure
-from assets.freshness import release_freshness
-from assets.labels import labels
-from assets.layers import build_merge
-from assets.links import Link, expert_link
-from assets.metadata import (
+from mergepipe_pipeline.assets.evaluation import before_release, build_evaluation
+from mergepipe_pipeline.assets.experts import expert_index
+from mergepipe_pipeline.assets.failures import as_failure
+from mergepipe_pipeline.assets.freshness import release_freshness
+from mergepipe_pipeline.assets.labels import labels
+from mergepipe_pipeline.assets.layers import build_merge
+from mergepipe_pipeline.assets.links import Link, expert_link
+from mergepipe_pipeline.assets.metadata import (
     conflict_metadata,
     description,
     error_metadata,
@@ -31,7 +31,7 @@ from assets.metadata import (
     stages_metadata,
     time_metadata,
 )
-from assets.problems import problem_asset
+from mergepipe_pipeline.assets.problems import problem_asset
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import CorruptionError

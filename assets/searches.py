@@ -9,10 +9,10 @@ from typing import Any
 
 import dagster as dg
 
-from assets.experts import expert_index
-from assets.failures import as_failure
-from assets.labels import labels
-from assets.metadata import markdown_table, plain_name, short, svg
+from mergepipe_pipeline.assets.experts import expert_index
+from mergepipe_pipeline.assets.failures import as_failure
+from mergepipe_pipeline.assets.labels import labels
+from mergepipe_pipeline.assets.metadata import markdown_table, plain_name, short, svg
 from mergepipe_pipeline.report.front import DrawnFront, front_picture, front_sketch
 from mergepipe_pipeline.resources import Engine, MergePipe
 from mergepipe_pipeline.text import in_one_line, size

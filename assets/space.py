@@ -5,9 +5,9 @@ from typing import Any
 
 import dagster as dg
 
-from assets.failures import as_failure
-from assets.labels import owners
-from assets.metadata import description, gib, markdown_table
+from mergepipe_pipeline.assets.failures import as_failure
+from mergepipe_pipeline.assets.labels import owners
+from mergepipe_pipeline.assets.metadata import description, gib, markdown_table
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.settings import KEEP_VERSIONS
 from mergepipe_pipeline.verbs.gc import GcReport, collect

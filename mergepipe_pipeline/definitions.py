@@ -10,33 +10,33 @@ from dataclasses import dataclass, replace
 
 import dagster as dg
 
-from assets.bisect import build_bisect, build_bisect_job
-from assets.experts import expert_index, index_burst
-from assets.problems import problem_asset
-from assets.recipes import build_problem, build_recipe_assets
-from assets.searches import build_search_assets, build_search_jobs
-from assets.space import free_space
+from mergepipe_pipeline.assets.bisect import build_bisect, build_bisect_job
+from mergepipe_pipeline.assets.experts import expert_index, index_burst
+from mergepipe_pipeline.assets.problems import problem_asset
+from mergepipe_pipeline.assets.recipes import build_problem, build_recipe_assets
+from mergepipe_pipeline.assets.searches import build_search_assets, build_search_jobs
+from mergepipe_pipeline.assets.space import free_space
 from mergepipe_pipeline.cluster.executors import build_executor
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.resources import Engine, MergePipe
-from mergepipe_pipeline.settings import SHARDS
-from mergepipe_pipeline.verbs.standing_searches import StandingSearch, standing_searches
-from mergepipe_pipeline.warehouse import Warehouse
-from sensors.bisect import build_bisect_sensor
-from sensors.failures import failure_sensor
-from sensors.inbox import inbox_sensor, index_job
-from sensors.orphans import orphans_sensor
-from sensors.recipes import (
+from mergepipe_pipeline.sensors.bisect import build_bisect_sensor
+from mergepipe_pipeline.sensors.failures import failure_sensor
+from mergepipe_pipeline.sensors.inbox import inbox_sensor, index_job
+from mergepipe_pipeline.sensors.orphans import orphans_sensor
+from mergepipe_pipeline.sensors.recipes import (
     AssetJob,
     build_nightly,
     build_recipe_sensor,
     job_name,
 )
-from sensors.reload import build_reload_sensor, files_token
-from sensors.retention import retention_sensor
-from sensors.searches import build_search_sensor
-from sensors.space import space_daily, space_job
-from sensors.stalled import stalled_sensor
+from mergepipe_pipeline.sensors.reload import build_reload_sensor, files_token
+from mergepipe_pipeline.sensors.retention import retention_sensor
+from mergepipe_pipeline.sensors.searches import build_search_sensor
+from mergepipe_pipeline.sensors.space import space_daily, space_job
+from mergepipe_pipeline.sensors.stalled import stalled_sensor
+from mergepipe_pipeline.settings import SHARDS
+from mergepipe_pipeline.verbs.standing_searches import StandingSearch, standing_searches
+from mergepipe_pipeline.warehouse import Warehouse
 
 #: What there is without any recipe.
 _ASSETS, _JOBS = (expert_index, free_space), (index_job, index_burst, space_job)

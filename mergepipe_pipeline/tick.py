@@ -15,8 +15,8 @@ import dagster as dg
 
 from mergepipe_pipeline.definitions import build_definitions
 from mergepipe_pipeline.resources import MergePipe
+from mergepipe_pipeline.sensors.reload import definitions_token
 from mergepipe_pipeline.warehouse import Warehouse
-from sensors.reload import definitions_token
 
 #: The last two are there where a recipe has its refusals traced, and where there is a search.
 SENSORS = ("inbox_sensor", "recipe_sensor", "bisect_sensor", "search_sensor")

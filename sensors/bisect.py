@@ -9,17 +9,17 @@ import dagster as dg
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.deploy.retry import reason_to_wait
 from mergepipe_pipeline.resources import MergePipe
-from mergepipe_pipeline.text import visible
-from mergepipe_pipeline.verbs.trace import trace_due
-from sensors import SOON_S, interval_s
-from sensors.attempts import (
+from mergepipe_pipeline.sensors import SOON_S, interval_s
+from mergepipe_pipeline.sensors.attempts import (
     ATTEMPT_TAG,
     RECIPE_TAG,
     failed_attempts,
     next_attempt,
     recipes_under_way,
 )
-from sensors.pools import make_pools_known
+from mergepipe_pipeline.sensors.pools import make_pools_known
+from mergepipe_pipeline.text import visible
+from mergepipe_pipeline.verbs.trace import trace_due
 
 #: The refusal that a run traces.
 REFUSAL_TAG = "mergepipe/refusal"

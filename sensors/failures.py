@@ -4,13 +4,13 @@ import logging
 
 import dagster as dg
 
-from assets.experts import EXPERTS_TAG
-from assets.searches import SEARCH_TAG
+from mergepipe_pipeline.assets.experts import EXPERTS_TAG
+from mergepipe_pipeline.assets.searches import SEARCH_TAG
 from mergepipe_pipeline.deploy.notify import RunFailure, post, run_failure
+from mergepipe_pipeline.sensors import interval_s
+from mergepipe_pipeline.sensors.attempts import RECIPE_TAG, attempt_of
 from mergepipe_pipeline.settings import WEBHOOK
 from mergepipe_pipeline.text import in_one_line
-from sensors import interval_s
-from sensors.attempts import RECIPE_TAG, attempt_of
 
 _URL = WEBHOOK.value()
 

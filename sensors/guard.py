@@ -2,8 +2,8 @@
 
 A code server hands questions on to a child, which loads definitions and evaluates sensors. Where a
 child is killed, as for want of memory, Dagster starts no other: nothing is indexed or merged until
-somebody reloads. So each child has a guard, `python -m sensors.guard ADDRESS`, which sleeps until
-the child ends, and asks the server for another if there is none.
+somebody reloads. So each child has a guard, a process of this module that gets the address and
+sleeps until the child ends, then asks the server for another if there is none.
 """
 
 import json
@@ -32,7 +32,9 @@ def guard(server: Namespace) -> None:
 @cache
 def _start(address: str) -> subprocess.Popen[bytes]:
     # The pipe to its standard input is closed when this process ends, however it does.
-    return subprocess.Popen([sys.executable, "-m", "sensors.guard", address], stdin=subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, "-m", "mergepipe_pipeline.sensors.guard", address], stdin=subprocess.PIPE
+    )
 
 
 def client_of(server: Namespace) -> "DagsterGrpcClient":

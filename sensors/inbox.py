@@ -4,17 +4,17 @@ from collections.abc import Sequence
 
 import dagster as dg
 
-from assets.experts import EXPERTS_TAG, expert_index, experts, index_burst
+from mergepipe_pipeline.assets.experts import EXPERTS_TAG, expert_index, experts, index_burst
 from mergepipe_pipeline.deploy.arrivals import ask
 from mergepipe_pipeline.deploy.inbox import InboxEntry, Patience, scan_inbox
 from mergepipe_pipeline.deploy.recorded import gone_inputs
 from mergepipe_pipeline.resources import MergePipe
+from mergepipe_pipeline.sensors import BURST_PRIORITY, MAX_LINES, SOON_S, interval_s
+from mergepipe_pipeline.sensors.attempts import ACTIVE
+from mergepipe_pipeline.sensors.outage import refuse_empty
+from mergepipe_pipeline.sensors.pools import make_pools_known
 from mergepipe_pipeline.text import in_one_line
 from mergepipe_pipeline.warehouse import Warehouse
-from sensors import BURST_PRIORITY, MAX_LINES, SOON_S, interval_s
-from sensors.attempts import ACTIVE
-from sensors.outage import refuse_empty
-from sensors.pools import make_pools_known
 
 #: Runs that one tick asks for at most, and experts of one run: few land as one run each.
 MAX_RUNS, MAX_EXPERTS = 8, 32

@@ -10,7 +10,7 @@ import dagster as dg
 from dagster import DagsterRunStatus as Status
 
 from mergepipe_pipeline.resources import MergePipe
-from sensors import interval_s
+from mergepipe_pipeline.sensors import interval_s
 
 #: Seconds without any event after which a run that has no lease is taken for dead: it ended before
 #: it took one, its lease was collected, or nobody is left who would put it into the queue.

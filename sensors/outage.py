@@ -2,7 +2,7 @@
 
 import dagster as dg
 
-from assets.experts import experts
+from mergepipe_pipeline.assets.experts import experts
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.warehouse import Warehouse
 

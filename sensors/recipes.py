@@ -17,18 +17,18 @@ from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.deploy.recorded import last_written_s
 from mergepipe_pipeline.deploy.retry import Attempt, reason_to_wait
 from mergepipe_pipeline.resources import MergePipe
-from mergepipe_pipeline.text import visible
-from mergepipe_pipeline.verbs.deploy import CURRENT, Due, Postponed, Release, due, last_release
-from sensors import MAX_LINES, NIGHTLY_PRIORITY, SOON_S, interval_s
-from sensors.attempts import (
+from mergepipe_pipeline.sensors import MAX_LINES, NIGHTLY_PRIORITY, SOON_S, interval_s
+from mergepipe_pipeline.sensors.attempts import (
     ATTEMPT_TAG,
     RECIPE_TAG,
     failed_attempts,
     next_attempt,
     recipes_under_way,
 )
-from sensors.outage import refuse_empty
-from sensors.pools import make_pools_known
+from mergepipe_pipeline.sensors.outage import refuse_empty
+from mergepipe_pipeline.sensors.pools import make_pools_known
+from mergepipe_pipeline.text import visible
+from mergepipe_pipeline.verbs.deploy import CURRENT, Due, Postponed, Release, due, last_release
 
 #: What `dg.define_asset_job` returns; Dagster exports no name for it.
 AssetJob = Any

@@ -15,11 +15,11 @@ import dagster as dg
 
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.resources import MergePipe
+from mergepipe_pipeline.sensors import interval_s
+from mergepipe_pipeline.sensors.guard import RELOAD_TIMEOUT_S, client_of, guard
+from mergepipe_pipeline.sensors.outage import refuse_empty
 from mergepipe_pipeline.verbs.standing_searches import StandingSearch, standing_searches
 from mergepipe_pipeline.warehouse import Warehouse
-from sensors import interval_s
-from sensors.guard import RELOAD_TIMEOUT_S, client_of, guard
-from sensors.outage import refuse_empty
 
 #: Held from when this process asked for its successor: asked twice, the server loads twice.
 _ASKED = threading.Lock()

@@ -10,8 +10,8 @@ from dagster import DagsterRunStatus as Status
 from dagster._core.definitions.run_request import InstigatorType
 from dagster._core.scheduler.instigation import TickStatus
 
+from mergepipe_pipeline.sensors import interval_s
 from mergepipe_pipeline.settings import KEEP_RUNS
-from sensors import interval_s
 
 _OVER = [Status.SUCCESS, Status.FAILURE, Status.CANCELED]
 _DAY_S = 86_400

@@ -6,10 +6,13 @@ from typing import Any
 
 import dagster as dg
 
-from assets.searches import SEARCH_TAG, candidates, pool
+from mergepipe_pipeline.assets.searches import SEARCH_TAG, candidates, pool
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
 from mergepipe_pipeline.deploy.retry import reason_to_wait
 from mergepipe_pipeline.resources import MergePipe
+from mergepipe_pipeline.sensors import SOON_S, interval_s
+from mergepipe_pipeline.sensors.attempts import ACTIVE, ATTEMPT_TAG, failed_attempts, next_attempt
+from mergepipe_pipeline.sensors.pools import limit_pool
 from mergepipe_pipeline.text import visible
 from mergepipe_pipeline.verbs.standing_searches import (
     SearchDue,
@@ -17,9 +20,6 @@ from mergepipe_pipeline.verbs.standing_searches import (
     due_of,
     standing_searches,
 )
-from sensors import SOON_S, interval_s
-from sensors.attempts import ACTIVE, ATTEMPT_TAG, failed_attempts, next_attempt
-from sensors.pools import limit_pool
 
 #: What a run of a search does: the step, and the candidate or the results that it is about.
 STEP_TAG = "mergepipe/search_step"

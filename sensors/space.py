@@ -2,7 +2,7 @@
 
 import dagster as dg
 
-from assets.space import free_space
+from mergepipe_pipeline.assets.space import free_space
 
 space_job = dg.define_asset_job(
     "collect",

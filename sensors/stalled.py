@@ -8,12 +8,12 @@ import dagster as dg
 from mergepipe_pipeline.deploy.notify import stalled
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.resources import MergePipe
+from mergepipe_pipeline.sensors import interval_s
+from mergepipe_pipeline.sensors.failures import tell
 from mergepipe_pipeline.settings import STALLED, WEBHOOK
 from mergepipe_pipeline.text import in_one_line
 from mergepipe_pipeline.verbs.deploy import Postponed, due
 from mergepipe_pipeline.warehouse import Warehouse
-from sensors import interval_s
-from sensors.failures import tell
 
 #: Recipes that one tick tells of: a webhook may take its time, and a tick has a minute.
 _MOST_AT_ONCE = 3

@@ -23,7 +23,7 @@ import dagster as dg
 import yaml
 from dagster import DagsterRunStatus as Status
 
-from assets.experts import expert_index
+from mergepipe_pipeline.assets.experts import expert_index
 from mergepipe_pipeline.warehouse import Warehouse
 
 P = ParamSpec("P")

@@ -16,12 +16,12 @@ from mergepipe_pipeline.definitions import build_definitions
 from mergepipe_pipeline.deploy.faults import Fault
 from mergepipe_pipeline.deploy.retry import LONGEST_PAUSE_S, Attempt, pause_s, reason_to_wait
 from mergepipe_pipeline.resources import MergePipe
+from mergepipe_pipeline.sensors import MAX_LINES, orphans, recipes
 from mergepipe_pipeline.storage.atomic import remove_tree
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.verbs.deploy import CURRENT
 from mergepipe_pipeline.verbs.publish import history
 from mergepipe_pipeline.warehouse import Warehouse
-from sensors import MAX_LINES, orphans, recipes
 from tests.dagster_layer.conftest import Drop
 from tests.dagster_layer.test_experts import jobs, sum_of
 

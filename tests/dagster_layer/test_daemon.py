@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from dagster import DagsterRunStatus as Status
 
-from assets.experts import EXPERTS_TAG
+from mergepipe_pipeline.assets.experts import EXPERTS_TAG
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.conftest import Drop
 from tests.dagster_layer.daemon import Daemon, asks_again, most_at_once, running_daemon

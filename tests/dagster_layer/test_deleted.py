@@ -11,7 +11,7 @@ from pathlib import Path
 import dagster as dg
 import pytest
 
-from assets.experts import expert_index
+from mergepipe_pipeline.assets.experts import expert_index
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.verbs.deploy import last_release

@@ -19,9 +19,9 @@ from mergepipe_pipeline.definitions import build_definitions
 from mergepipe_pipeline.deploy import notify
 from mergepipe_pipeline.deploy.faults import Fault
 from mergepipe_pipeline.deploy.notify import post, run_failure
+from mergepipe_pipeline.sensors.failures import failure_of
 from mergepipe_pipeline.text import in_one_line, markdown, plain_of_markdown
 from mergepipe_pipeline.warehouse import Warehouse
-from sensors.failures import failure_of
 from tests.dagster_layer.test_release import TENSOR, with_nan
 
 __all__ = ["with_nan"]

@@ -8,8 +8,8 @@ import pytest
 from mergepipe_pipeline.deploy.faults import Fault
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.execution.plan_leases import lease_recipe
+from mergepipe_pipeline.sensors.attempts import failed_attempts
 from mergepipe_pipeline.warehouse import Warehouse
-from sensors.attempts import failed_attempts
 from tests.dagster_layer.test_changed_inputs import replace_shard
 from tests.dagster_layer.test_release import materialise
 

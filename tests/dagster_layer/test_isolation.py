@@ -12,8 +12,8 @@ from pathlib import Path
 import dagster as dg
 import pytest
 
-from assets.metadata import markdown_table
 from mergepipe_pipeline import definitions
+from mergepipe_pipeline.assets.metadata import markdown_table
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.verbs.register import register

@@ -10,7 +10,7 @@ from pathlib import Path
 import dagster as dg
 import pytest
 
-from assets.labels import owners
+from mergepipe_pipeline.assets.labels import owners
 from mergepipe_pipeline.definitions import build_definitions
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.resources import MergePipe

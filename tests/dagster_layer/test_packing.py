@@ -12,7 +12,7 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from assets.experts import expert_index, experts
+from mergepipe_pipeline.assets.experts import expert_index, experts
 from mergepipe_pipeline.definitions import build_definitions
 from mergepipe_pipeline.deploy.arrivals import MAX_FAILURES, arrival, ask
 from mergepipe_pipeline.deploy.faults import Fault
@@ -21,13 +21,13 @@ from mergepipe_pipeline.deploy.packing import reason_to_wait_for_packs
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
 from mergepipe_pipeline.errors import DamagedPackError
 from mergepipe_pipeline.resources import MergePipe
+from mergepipe_pipeline.sensors.attempts import failed_attempts
+from mergepipe_pipeline.sensors.inbox import inbox_sensor
 from mergepipe_pipeline.storage.atomic import remove_tree
 from mergepipe_pipeline.verbs.deploy import plan_recipe
 from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.warehouse import Warehouse
-from sensors.attempts import failed_attempts
-from sensors.inbox import inbox_sensor
 from tests.dagster_layer.conftest import Drop
 from tests.dagster_layer.test_attempts import Sensor
 from tests.dagster_layer.test_experts import write_lora
@@ -154,7 +154,7 @@ def said_of(home: Warehouse, instance: dg.DagsterInstance) -> str:
 def test_a_recipe_with_a_budget_waits_for_packs_and_not_for_ever(
     home: Warehouse, instance: dg.DagsterInstance, drop: Drop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sensors.recipes._SPREADING_S", 0.0)
+    monkeypatch.setattr("mergepipe_pipeline.sensors.recipes._SPREADING_S", 0.0)
     home.recipe_path("r").write_text(f"budget: 40%\n{BUDGET}")
     for name in ("base", "expert_00"):
         drop(name)

@@ -16,9 +16,9 @@ import dagster as dg
 import pytest
 
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
+from mergepipe_pipeline.sensors.retention import delete_runs
 from mergepipe_pipeline.verbs.deploy import last_release
 from mergepipe_pipeline.warehouse import Warehouse
-from sensors.retention import delete_runs
 from tests.dagster_layer.postgres import programs, running_server
 from tests.dagster_layer.test_retention import old_idle_ticks_of_sensors_go, whole
 

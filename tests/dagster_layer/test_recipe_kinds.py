@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from assets.metadata import description
+from mergepipe_pipeline.assets.metadata import description
 from mergepipe_pipeline.definitions import build_definitions
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.verbs.publish import history

@@ -17,13 +17,13 @@ from mergepipe_pipeline.definitions import build_definitions
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.resources import MergePipe
+from mergepipe_pipeline.sensors import failures, stalled
+from mergepipe_pipeline.sensors.reload import build_reload_sensor
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.verbs.deploy import last_release
 from mergepipe_pipeline.verbs.publish import history
 from mergepipe_pipeline.verbs.verify_all import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
-from sensors import failures, stalled
-from sensors.reload import build_reload_sensor
 from tests.dagster_layer.conftest import Drop
 from tests.dagster_layer.daemon import running_daemon
 from tests.dagster_layer.test_experts import jobs, sum_of

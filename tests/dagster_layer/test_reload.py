@@ -13,11 +13,11 @@ from dagster import DagsterRunStatus as Status
 from mergepipe_pipeline import definitions
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.resources import MergePipe
+from mergepipe_pipeline.sensors.reload import listening
 from mergepipe_pipeline.verbs.deploy import last_release
 from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.verbs.publish import history
 from mergepipe_pipeline.warehouse import Warehouse
-from sensors.reload import listening
 from tests.dagster_layer.conftest import Drop
 from tests.dagster_layer.daemon import Daemon, running_daemon
 from tests.dagster_layer.test_experts import sum_of

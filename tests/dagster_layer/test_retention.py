@@ -22,7 +22,7 @@ from dagster._core.scheduler.instigation import (
     TickStatus,
 )
 
-from sensors.retention import delete_idle_ticks, delete_runs
+from mergepipe_pipeline.sensors.retention import delete_idle_ticks, delete_runs
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 _PARTS = dg.DynamicPartitionsDefinition(name="parts")

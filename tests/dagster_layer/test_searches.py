@@ -5,11 +5,11 @@ from __future__ import annotations
 import dagster as dg
 import pytest
 
+from mergepipe_pipeline.sensors.failures import failure_of
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.verbs.search import front, search_of
 from mergepipe_pipeline.warehouse import Warehouse
-from sensors.failures import failure_of
 from tests.dagster_layer.daemon import ACTIVE, most_at_once, running_daemon
 from tests.dagster_layer.test_experts import jobs
 from tests.search.world import EVALUATOR, SEARCH, World

@@ -13,13 +13,13 @@ from mergepipe_pipeline.definitions import build_definitions
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.resources import Engine
+from mergepipe_pipeline.sensors.attempts import attempt_of
 from mergepipe_pipeline.settings import BUDGET, MEMORY, SETTINGS, THREADS, Setting
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.verbs.deploy import current_plan, last_release
 from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
-from sensors.attempts import attempt_of
 from tests.dagster_layer.conftest import Drop
 from tests.dagster_layer.test_attempts import Sensor
 from tests.dagster_layer.test_experts import sum_of

@@ -12,7 +12,7 @@ import dagster as dg
 import pytest
 from dagster._core.execution.api import create_execution_plan
 
-from assets.experts import build_burst
+from mergepipe_pipeline.assets.experts import build_burst
 from mergepipe_pipeline.cluster.executors import build_executor
 from mergepipe_pipeline.definitions import build_definitions
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile

@@ -28,6 +28,10 @@ from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import BusyError
 from mergepipe_pipeline.execution.plan_leases import lease_recipe, lease_run
 from mergepipe_pipeline.resources import MergePipe
+from mergepipe_pipeline.sensors import BURST_PRIORITY
+from mergepipe_pipeline.sensors.attempts import recipes_under_way
+from mergepipe_pipeline.sensors.pools import make_pools_known
+from mergepipe_pipeline.sensors.recipes import request_or_reason
 from mergepipe_pipeline.verbs.deploy import (
     merge_recipe,
     plan_recipe,
@@ -35,10 +39,6 @@ from mergepipe_pipeline.verbs.deploy import (
     snapshot_recipe,
 )
 from mergepipe_pipeline.warehouse import Warehouse
-from sensors import BURST_PRIORITY
-from sensors.attempts import recipes_under_way
-from sensors.pools import make_pools_known
-from sensors.recipes import request_or_reason
 from tests.dagster_layer.daemon import REPOSITORY
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from assets.experts import EXPERTS_TAG
+from mergepipe_pipeline.assets.experts import EXPERTS_TAG
 from mergepipe_pipeline.deploy.arrivals import MAX_FAILURES, Arrival, arrival, ask
 from mergepipe_pipeline.deploy.inbox import InboxEntry, Patience, scan_inbox
 from mergepipe_pipeline.errors import (
@@ -25,13 +25,13 @@ from mergepipe_pipeline.errors import (
     RemoteError,
     StorageFullError,
 )
+from mergepipe_pipeline.sensors.inbox import MAX_RUNS
+from mergepipe_pipeline.sensors.inbox import _requests as requests
 from mergepipe_pipeline.storage import atomic
 from mergepipe_pipeline.verbs import index
 from mergepipe_pipeline.verbs.index import IndexedExpert, index_arrival, index_expert
 from mergepipe_pipeline.verbs.land import land
 from mergepipe_pipeline.warehouse import Warehouse
-from sensors.inbox import MAX_RUNS
-from sensors.inbox import _requests as requests
 from tests.family import tensors_of, write_model
 from tests.hostile.corpus import write_full
 

@@ -23,8 +23,8 @@ from mergepipe_pipeline.errors import (
     ResourceError,
     StorageFullError,
 )
+from mergepipe_pipeline.sensors.attempts import _chain
 from mergepipe_pipeline.storage.regular import refusals_named
-from sensors.attempts import _chain
 
 
 def of_the_system(number: int) -> OSError:

@@ -11,7 +11,7 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-OURS = ("mergepipe_pipeline", "assets", "sensors")
+OURS = "mergepipe_pipeline"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 _HOMES = packages_distributions()
 
@@ -34,14 +34,14 @@ def imported(files: Iterable[Path]) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             found.add(node.module)
     packages = {name.partition(".")[0] for name in found} - {
-        *OURS,
+        OURS,
         "tests",
         *sys.stdlib_module_names,
     }
     return {_normal(_HOMES.get(package, [package])[0]) for package in packages}
 
 
-EVERYWHERE = {file for folder in OURS for file in (ROOT / folder).rglob("*.py")}
+EVERYWHERE = {f for name in (OURS, "assets", "sensors") for f in (ROOT / name).rglob("*.py")}
 DEMO = {file for file in EVERYWHERE if (ROOT / "mergepipe_pipeline/demo") in file.parents}
 # These name the extra, too.
 DEMO |= {

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from statistics import median
 
-from sensors.retention import IDLE_TICKS_S
+from mergepipe_pipeline.sensors.retention import IDLE_TICKS_S
 from tests.soak.deployment import Deployment
 from tests.soak.judge import Latency, Row
 from tests.soak.watch import Watch

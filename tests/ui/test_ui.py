@@ -11,7 +11,7 @@ import pytest
 from dagster import DagsterRunStatus as Status
 from PIL import Image
 
-from sensors.attempts import attempt_of
+from mergepipe_pipeline.sensors.attempts import attempt_of
 from tests.dagster_layer.daemon import REPOSITORY, Daemon
 from tests.dagster_layer.test_failure_sensor import webhook
 from tests.ui.chromium import CHROMIUM, Page, browser
