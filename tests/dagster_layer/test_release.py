@@ -113,20 +113,23 @@ def test_a_click_on_release_alone_publishes_what_is_whole(
     }
 
 
-def test_damaged_bytes_fail_the_check_which_names_file_and_tensor(
+def test_damaged_bytes_fail_each_check_alone_which_names_file_and_tensor(
     released: Warehouse, instance: dg.DagsterInstance
 ) -> None:
     file = shard_of(released)
     flip(file)
-    keys = dg.AssetSelection.checks_for_assets(dg.AssetKey(["n", "snapshot"]))
-    defs = dg.Definitions.merge(
-        build_definitions(released), dg.Definitions(jobs=[dg.define_asset_job("look", keys)])
-    )
-    result = defs.resolve_job_def("look").execute_in_process(
-        instance=instance, raise_on_error=False
-    )
+    defs, key = build_definitions(released), dg.AssetKey(["n", "snapshot"])
+    graph = defs.resolve_asset_graph()
     for name in ("every_byte_verified", "all_finite"):
-        check = check_of(result, name)
+        # As a person has one check of a page run by hand, without the snapshot.
+        alone = dg.AssetCheckKey(key, name)
+        assert graph.get_execution_set_asset_and_check_keys(alone) == {alone}
+        job = defs.resolve_implicit_global_asset_job_def().get_subset(
+            asset_selection=set(), asset_check_selection={alone}
+        )
+        result = job.execute_in_process(instance=instance, raise_on_error=False)
+        (check,) = result.get_asset_check_evaluations()
+        assert check.check_name == name
         assert not check.passed
         assert file.name in (check.description or "")
         assert "tensor model." in (check.description or "")
