@@ -4,8 +4,7 @@ Loaded by `workspace.yaml`. Loading reads recipe files and the catalog, never a 
 import torch.
 """
 
-import math
-import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import dagster as dg
@@ -29,7 +28,7 @@ from mergepipe_pipeline.sensors.recipes import (
     build_recipe_sensor,
     job_name,
 )
-from mergepipe_pipeline.sensors.reload import build_reload_sensor, files_token
+from mergepipe_pipeline.sensors.reload import build_reload_sensor, files_token, spreading
 from mergepipe_pipeline.sensors.retention import retention_sensor
 from mergepipe_pipeline.sensors.searches import build_search_sensor
 from mergepipe_pipeline.sensors.space import space_daily, space_job
@@ -45,12 +44,12 @@ _ASSETS, _JOBS = (expert_index, free_space), (index_job, index_burst, space_job)
 def build_definitions(
     home: Warehouse,
     mergepipe: MergePipe | None = None,
-    loaded_s: float = -math.inf,
+    is_known: Callable[[], bool] = lambda: True,
     shards: int | None = None,
 ) -> dg.Definitions:
     """The definitions of one warehouse, with its resource (by default as the environment says).
 
-    `loaded_s`: when they were loaded, of `time.monotonic`, if a daemon has yet to hear of them.
+    `is_known`: whether the daemon has heard of them, as far as one has to.
     `shards`: the steps that a merge is split into, by default as the environment says.
 
     A recipe that cannot be used is one asset that says why, and has no job.
@@ -62,7 +61,7 @@ def build_definitions(
     jobs = [chain.job for chain in chains]
     traced = {chain.file.name: chain.bisect for chain in chains if chain.bisect}
     built = [d for chain in chains for d in chain.assets]
-    searches = _searches(home, files)
+    searches = _searches(home, files, is_known)
     refused = {
         file.token: p.problem or ""
         for file, p in zip(files, parts, strict=True)
@@ -81,12 +80,12 @@ def build_definitions(
         sensors=[
             inbox_sensor,
             orphans_sensor,
-            build_recipe_sensor([chain.file for chain in chains], refused, jobs, loaded_s),
+            build_recipe_sensor([chain.file for chain in chains], refused, jobs, is_known),
             build_reload_sensor(files_token((*files, *searches.files))),
             retention_sensor,
             failure_sensor,
             stalled_sensor,
-            *([build_bisect_sensor(traced)] if traced else []),
+            *([build_bisect_sensor(traced, is_known)] if traced else []),
             *searches.sensors,
         ],
         resources={"mergepipe": mergepipe or MergePipe(home=str(home.root)), "engine": Engine()},
@@ -115,7 +114,9 @@ class _Searches:
     sensors: list[dg.SensorDefinition]
 
 
-def _searches(home: Warehouse, recipes: tuple[RecipeFile, ...]) -> _Searches:
+def _searches(
+    home: Warehouse, recipes: tuple[RecipeFile, ...], is_known: Callable[[], bool]
+) -> _Searches:
     """Of every search file its assets, or one that says why it cannot be used."""
     files = standing_searches(home, recipes)
     usable = [file for file in files if file.problem is None]
@@ -127,7 +128,7 @@ def _searches(home: Warehouse, recipes: tuple[RecipeFile, ...]) -> _Searches:
             *(problem_asset(file, "prior") for file in files if file.problem is not None),
         ],
         [job for steps in jobs.values() for job in steps.values()],
-        [build_search_sensor(jobs)] if files else [],
+        [build_search_sensor(jobs, is_known)] if files else [],
     )
 
 
@@ -160,4 +161,4 @@ def build_job(file: RecipeFile) -> AssetJob:
     )
 
 
-defs = build_definitions(Warehouse.at(), loaded_s=time.monotonic())
+defs = build_definitions(Warehouse.at(), is_known=spreading())

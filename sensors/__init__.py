@@ -9,6 +9,9 @@ SOON_S = 4
 #: Lines of which a tick that asks for nothing tells: every one is stored.
 MAX_LINES = 20
 
+#: Why nothing is asked for that definitions are needed for.
+LOADING = "its definitions are being loaded"
+
 #: Places in the queue, the highest first. Merges, single arrivals and what a person starts have 0.
 BURST_PRIORITY, NIGHTLY_PRIORITY = "-1", "-2"
 

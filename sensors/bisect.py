@@ -1,7 +1,7 @@
 """Watches refusals: one that was not traced yet is, where its recipe says `on_failure: bisect`."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import dagster as dg
@@ -25,8 +25,13 @@ from mergepipe_pipeline.verbs.trace import trace_due
 REFUSAL_TAG = "mergepipe/refusal"
 
 
-def build_bisect_sensor(jobs: Mapping[str, Any]) -> dg.SensorDefinition:
-    """The level-triggered sensor over the recipes that have a job for this, by name."""
+def build_bisect_sensor(
+    jobs: Mapping[str, Any], is_known: Callable[[], bool]
+) -> dg.SensorDefinition:
+    """The level-triggered sensor over the recipes that have a job for this, by name.
+
+    `is_known` says whether the daemon knows them.
+    """
 
     @dg.sensor(
         name="bisect_sensor",
@@ -43,6 +48,8 @@ def build_bisect_sensor(jobs: Mapping[str, Any]) -> dg.SensorDefinition:
         make_pools_known(context.instance)
         requests, lines = [], []
         for file in recipe_files(mergepipe.warehouse):
+        if not is_known():
+            return dg.SensorResult(skip_reason=dg.SkipReason("definitions are being loaded"))
             if file.name not in jobs or file.problem is not None:
                 continue
             asked = _request_or_reason(mergepipe, file, context.instance, jobs[file.name].name)

@@ -5,7 +5,7 @@ were loaded earlier only say which jobs there are.
 """
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.deploy.recorded import last_written_s
 from mergepipe_pipeline.deploy.retry import Attempt, reason_to_wait
 from mergepipe_pipeline.resources import MergePipe
-from mergepipe_pipeline.sensors import MAX_LINES, NIGHTLY_PRIORITY, SOON_S, interval_s
+from mergepipe_pipeline.sensors import LOADING, MAX_LINES, NIGHTLY_PRIORITY, SOON_S, interval_s
 from mergepipe_pipeline.sensors.attempts import (
     ATTEMPT_TAG,
     RECIPE_TAG,
@@ -32,9 +32,6 @@ from mergepipe_pipeline.verbs.deploy import CURRENT, Due, Postponed, Release, du
 
 #: What `dg.define_asset_job` returns; Dagster exports no name for it.
 AssetJob = Any
-#: Seconds until the daemon knows definitions that were loaded anew: it looks each second, and a
-#: request for a job that it does not know fails the tick.
-_SPREADING_S = 5.0
 _WHOSE = {"nightly": "its schedule", "manual": "a person"}
 
 
@@ -136,12 +133,12 @@ def build_recipe_sensor(
     loaded: Sequence[RecipeFile],
     refused: Mapping[str, str],
     jobs: Sequence[AssetJob],
-    loaded_s: float,
+    is_known: Callable[[], bool],
 ) -> dg.SensorDefinition:
     """The level-triggered sensor over all recipe files.
 
-    `loaded` are the recipes with a job, loaded at `loaded_s` (of `time.monotonic`); `refused` says
-    why Dagster takes no definitions of a file, by the file's token.
+    `loaded` are the recipes with a job, and `is_known` says whether the daemon knows them;
+    `refused` says why Dagster takes no definitions of a file, by the file's token.
     """
     layers = {file.name: file.layers for file in loaded}
 
@@ -163,12 +160,12 @@ def build_recipe_sensor(
         instance = context.instance
         make_pools_known(instance)
         busy = recipes_under_way(instance)
-        is_known = time.monotonic() >= loaded_s + _SPREADING_S
+        are_known = is_known()
         requests, states = list[dg.RunRequest](), dict[str, str]()
         for file in recipe_files(mergepipe.warehouse):
             reason = file.problem or refused.get(file.token)
-            if not (is_known and layers.get(file.name) == file.layers):
-                reason = reason or "its definitions are being loaded"
+            if not (are_known and layers.get(file.name) == file.layers):
+                reason = reason or LOADING
             asked = reason or request_or_reason(mergepipe, file, instance, busy, is_time=False)
             if isinstance(asked, dg.RunRequest):
                 requests.append(asked)

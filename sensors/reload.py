@@ -7,8 +7,9 @@ within seconds, whatever their ports are.
 import logging
 import os
 import threading
+import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import dagster as dg
@@ -23,6 +24,9 @@ from mergepipe_pipeline.warehouse import Warehouse
 
 #: Held from when this process asked for its successor: asked twice, the server loads twice.
 _ASKED = threading.Lock()
+#: Seconds that a daemon takes at least to know definitions that were loaded anew: it looks each
+#: second whether there are some.
+_SPREADING_S = 5.0
 
 
 def build_reload_sensor(loaded: str) -> dg.SensorDefinition:
@@ -56,6 +60,33 @@ def build_reload_sensor(loaded: str) -> dg.SensorDefinition:
         return dg.SkipReason("recipes changed; the code server loads definitions anew")
 
     return reload_sensor
+
+
+def spreading() -> Callable[[], bool]:
+    """Return what says whether the daemon knows the definitions that this process loaded just now.
+
+    A request for a job that it does not know fails its tick. It gets them in less than a quarter of
+    the time in which they were loaded, however busy the machine is. That counts from the first
+    question: it belongs to a tick that began before this process took over.
+    """
+    wait_s, asked_s = max(_SPREADING_S, _age_s() / 4), list[float]()
+
+    def is_known() -> bool:
+        now_s = time.monotonic()
+        if not asked_s:
+            asked_s.append(now_s)
+        return now_s - asked_s[0] >= wait_s
+
+    return is_known
+
+
+def _age_s() -> float:
+    """Seconds since this process was started; 0 where the system does not tell."""
+    try:
+        started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(started) / os.sysconf("SC_CLK_TCK")
 
 
 def definitions_token(warehouse: Warehouse) -> str:

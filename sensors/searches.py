@@ -1,7 +1,7 @@
 """Watches searches: what each ledger says that is to be done, against what runs do already."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import dagster as dg
@@ -10,7 +10,7 @@ from mergepipe_pipeline.assets.searches import SEARCH_TAG, candidates, pool
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
 from mergepipe_pipeline.deploy.retry import reason_to_wait
 from mergepipe_pipeline.resources import MergePipe
-from mergepipe_pipeline.sensors import SOON_S, interval_s
+from mergepipe_pipeline.sensors import LOADING, SOON_S, interval_s
 from mergepipe_pipeline.sensors.attempts import ACTIVE, ATTEMPT_TAG, failed_attempts, next_attempt
 from mergepipe_pipeline.sensors.pools import limit_pool
 from mergepipe_pipeline.text import visible
@@ -25,8 +25,13 @@ from mergepipe_pipeline.verbs.standing_searches import (
 STEP_TAG = "mergepipe/search_step"
 
 
-def build_search_sensor(jobs: Mapping[str, Mapping[str, Any]]) -> dg.SensorDefinition:
-    """The level-triggered sensor over all search files; `jobs` by search and step."""
+def build_search_sensor(
+    jobs: Mapping[str, Mapping[str, Any]], is_known: Callable[[], bool]
+) -> dg.SensorDefinition:
+    """The level-triggered sensor over all search files; `jobs` by search and step.
+
+    `is_known` says whether the daemon knows them.
+    """
 
     @dg.sensor(
         name="search_sensor",
@@ -42,7 +47,8 @@ def build_search_sensor(jobs: Mapping[str, Mapping[str, Any]]) -> dg.SensorDefin
         """Requests what searches ask for and no run does yet."""
         warehouse, requests, partitions, states = mergepipe.warehouse, [], [], []
         for standing in standing_searches(warehouse, recipe_files(warehouse)):
-            look = _Look(context.instance, standing, jobs.get(standing.name), mergepipe.retry_s)
+            look = _Look(context.instance, standing, known.get(standing.name), mergepipe.retry_s)
+        known = jobs if is_known() else {}
             try:
                 problem = look.problem
                 said = problem or look.at(due_of(warehouse, standing))
@@ -76,7 +82,7 @@ class _Look:
     @property
     def problem(self) -> str | None:
         """Why nothing can be asked for."""
-        return self._read.problem or (None if self._jobs else "its definitions are being loaded")
+        return self._read.problem or (None if self._jobs else LOADING)
 
     def at(self, due: SearchDue) -> str:
         """Request what is due; says where the search is and what waits, why."""

@@ -178,6 +178,17 @@ class Daemon:
         ]
 
     @asks_again
+    def failures(self, sensor: str) -> list[str]:
+        """The errors with which ticks of a sensor ended."""
+        states = [s for s in self._view.all_instigator_state() if s.name == sensor]
+        return [
+            tick.error.to_string()
+            for s in states
+            for tick in self._view.get_ticks(s.instigator_origin_id, s.selector_id)
+            if tick.error
+        ]
+
+    @asks_again
     def begun(self) -> list[str]:
         """The runs that execute a step now, by id."""
         runs = self._view.get_runs(dg.RunsFilter(statuses=[Status.STARTED]))

@@ -152,9 +152,8 @@ def said_of(home: Warehouse, instance: dg.DagsterInstance) -> str:
 
 
 def test_a_recipe_with_a_budget_waits_for_packs_and_not_for_ever(
-    home: Warehouse, instance: dg.DagsterInstance, drop: Drop, monkeypatch: pytest.MonkeyPatch
+    home: Warehouse, instance: dg.DagsterInstance, drop: Drop
 ) -> None:
-    monkeypatch.setattr("mergepipe_pipeline.sensors.recipes._SPREADING_S", 0.0)
     home.recipe_path("r").write_text(f"budget: 40%\n{BUDGET}")
     for name in ("base", "expert_00"):
         drop(name)

@@ -47,6 +47,7 @@ def test_a_new_recipe_appears_on_any_port_and_an_edited_one_is_merged_once(
         daemon.wait_for("a look at recipes", lambda: daemon.skips("recipe_sensor"))
         home.recipe_path("new").write_text(sum_of("base", "expert_00"))
         daemon.wait_for("a merge", lambda: daemon.runs("merge_new", Status.SUCCESS))
+        assert daemon.failures("recipe_sensor") == []
         daemon.wait_for("its assets in the UI", lambda: shown <= assets_shown(daemon))
         home.recipe_path("new").write_text(sum_of("base", "expert_00").replace("0.5", "0.25"))
         daemon.wait_for(
