@@ -1,4 +1,4 @@
-"""How old a release may be before Dagster says that it is overdue."""
+"""How long a schedule may do nothing for a recipe before Dagster says that it is overdue."""
 
 from datetime import UTC, datetime, timedelta
 from functools import cache
@@ -7,6 +7,7 @@ from itertools import pairwise
 import dagster as dg
 from dagster._utils.schedules import cron_string_iterator
 
+from mergepipe_pipeline.assets.labels import labels
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 
 #: What a scheduled run may take before its release is overdue.
@@ -14,18 +15,34 @@ GRACE = timedelta(hours=6)
 _SPAN, _MOST_TIMES = timedelta(days=62), 1500
 
 
-def release_freshness(file: RecipeFile) -> dg.FreshnessPolicy | None:
-    """A release is overdue if its recipe's schedule passed without one; None without a schedule.
+def build_on_schedule(file: RecipeFile) -> list[dg.AssetsDefinition]:
+    """The asset that is overdue if a recipe's schedule passed in vain; none without a schedule.
 
     Without a schedule age says nothing: a release is right for as long as its inputs are the same,
     and `recipe_sensor` says each time whether they are. With one, each of its times either releases
-    or confirms what is released, so that the last event is never older than the longest pause.
+    or confirms what is released. A confirmation is no event of the release, or what somebody makes
+    from that would be made anew each night.
     """
     schedule = file.recipe.schedule
     if schedule is None:
-        return None
+        return []
     pause = _longest_pause(schedule, file.recipe.timezone or "UTC")
-    return dg.FreshnessPolicy.time_window(fail_window=pause + GRACE, warn_window=pause + GRACE / 3)
+    spec = dg.AssetSpec(
+        on_schedule_key(file.name),
+        deps=[[file.name, "release"]],
+        description="Shows when this recipe was last released, or its schedule found the release "
+        "current; it is overdue if neither happened in time.",
+        freshness_policy=dg.FreshnessPolicy.time_window(
+            fail_window=pause + GRACE, warn_window=pause + GRACE / 3
+        ),
+        **labels(file, "clock"),
+    )
+    return [dg.AssetsDefinition(specs=[spec])]
+
+
+def on_schedule_key(recipe: str) -> dg.AssetKey:
+    """The key of that asset."""
+    return dg.AssetKey([recipe, "on_schedule"])
 
 
 @cache

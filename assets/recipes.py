@@ -14,7 +14,7 @@ import dagster as dg
 from mergepipe_pipeline.assets.evaluation import before_release, build_evaluation
 from mergepipe_pipeline.assets.experts import expert_index
 from mergepipe_pipeline.assets.failures import as_failure
-from mergepipe_pipeline.assets.freshness import release_freshness
+from mergepipe_pipeline.assets.freshness import build_on_schedule, on_schedule_key
 from mergepipe_pipeline.assets.labels import labels
 from mergepipe_pipeline.assets.layers import build_merge
 from mergepipe_pipeline.assets.links import Link, expert_link
@@ -74,6 +74,7 @@ def build_recipe_assets(
         _audit(file),
         *build_evaluation(file),
         _release(file),
+        *build_on_schedule(file),
         _report(file),
     ]
 
@@ -239,7 +240,6 @@ def _audit(file: RecipeFile) -> dg.AssetChecksDefinition:
     return audit
 
 
-def _release(file: RecipeFile) -> dg.AssetsDefinition:
 def _audited(mergepipe: MergePipe, file: RecipeFile) -> Iterator[dg.AssetCheckResult]:
     whole, finite = _AUDITS
     try:
@@ -263,14 +263,16 @@ def _audited(mergepipe: MergePipe, file: RecipeFile) -> Iterator[dg.AssetCheckRe
     )
 
 
+def _release(file: RecipeFile) -> dg.AssetsDefinition:
     @dg.asset(
         key=[file.name, "release"],
         deps=[before_release(file)],
-        freshness_policy=release_freshness(file),
         **labels(file, "json"),
     )
     @as_failure
-    def release(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
+    def release(
+        context: dg.AssetExecutionContext, mergepipe: MergePipe
+    ) -> dg.MaterializeResult[None]:
         """Publishes the snapshot under the recipe's ref, which readers load, after auditing it.
 
         A recipe's gate decides here, too, whoever starts this alone.
@@ -278,6 +280,8 @@ def _audited(mergepipe: MergePipe, file: RecipeFile) -> Iterator[dg.AssetCheckRe
         `mergepipe rollback` brings back the version before.
         """
         ref, done = release_recipe(mergepipe.warehouse, file)
+        if file.recipe.schedule is not None:
+            context.log_event(dg.AssetMaterialization(on_schedule_key(file.name)))
         return dg.MaterializeResult(
             data_version=dg.DataVersion(ref.snapshot_id),
             metadata={

@@ -11,6 +11,7 @@ from typing import Any
 
 import dagster as dg
 
+from mergepipe_pipeline.assets.freshness import on_schedule_key
 from mergepipe_pipeline.deploy.faults import Fault
 from mergepipe_pipeline.deploy.packing import reason_to_wait_for_packs
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
@@ -195,7 +196,14 @@ def _show_releases(
         made = entries[key].last_materialization if key in entries else None
         last = last_release(mergepipe.warehouse, key.path[0])
         if last and (not made or (made.tags or {}).get("dagster/data_version") != last.snapshot_id):
-            _confirm(instance, last, "It was published, and no run was left to say so.")
+            said = "It was published, and no run was left to say so."
+            event = dg.AssetMaterialization(
+                key,
+                description=said,
+                metadata=_metadata(last),
+                tags={"dagster/data_version": last.snapshot_id},
+            )
+            instance.report_runless_asset_event(event)
 
 
 def _lines(states: Mapping[str, str]) -> list[str]:
@@ -243,24 +251,22 @@ def build_nightly(file: RecipeFile, job: AssetJob) -> dg.ScheduleDefinition | No
             # It is as fresh as its schedule asks, and its age must not say otherwise.
             last = last_release(mergepipe.warehouse, file.name)
             assert last is not None
-            said = "The schedule found nothing to merge: the release is current."
-            _confirm(context.instance, last, said)
+            _confirm(context.instance, last)
         return dg.SkipReason(visible(request))
 
     return nightly
 
 
-def _confirm(instance: dg.DagsterInstance, last: Release, said: str) -> None:
-    """Report a release as it is once more."""
-    instance.report_runless_asset_event(
-        dg.AssetMaterialization(
-            [last.recipe, "release"],
-            description=said,
-            metadata={
-                "confirmed": True,
-                "snapshot id": last.snapshot_id,
-                "releases of this recipe": last.sequence,
-            },
-            tags={"dagster/data_version": last.snapshot_id},
-        )
-    )
+def _confirm(instance: dg.DagsterInstance, last: Release) -> None:
+    """Say that the schedule passed, and that a release stays, which asks for nothing downstream."""
+    said, metadata = "The schedule found nothing to merge: the release is current.", _metadata(last)
+    key = on_schedule_key(last.recipe)
+    event = dg.AssetMaterialization(key, description=said, metadata=metadata)
+    instance.report_runless_asset_event(event)
+    release = dg.AssetKey([last.recipe, "release"])
+    observation = dg.AssetObservation(release, description=said, metadata=metadata)
+    instance.report_runless_asset_event(observation)
+
+
+def _metadata(last: Release) -> dict[str, str | int]:
+    return {"snapshot id": last.snapshot_id, "releases of this recipe": last.sequence}

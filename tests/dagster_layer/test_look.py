@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -17,7 +18,6 @@ from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.verbs.audit import audit_budget
 from mergepipe_pipeline.verbs.deploy import current_plan
-from mergepipe_pipeline.verbs.publish import history
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.conftest import Drop
@@ -82,11 +82,11 @@ def test_a_wrong_owner_is_refused_with_the_name_of_the_variable(
             owners()
 
 
-def test_only_a_release_with_a_schedule_can_be_overdue(known: Warehouse) -> None:
+def test_only_a_recipe_with_a_schedule_can_be_overdue(known: Warehouse) -> None:
     graph = build_definitions(known).resolve_asset_graph()
     policies = {key: graph.get(key).freshness_policy for key in graph.get_all_asset_keys()}
     (key,) = [key for key, policy in policies.items() if policy]
-    assert key == dg.AssetKey(["n", "release"])
+    assert key == dg.AssetKey(["n", "on_schedule"])
     # From Friday to Monday, and six hours; an hour more or less when clocks change between.
     hours = [72 + 6 + change for change in (-1, 0, 1)]
     wanted = [
@@ -95,27 +95,42 @@ def test_only_a_release_with_a_schedule_can_be_overdue(known: Warehouse) -> None
     assert policies[key] in wanted
 
 
-def test_a_schedule_that_finds_nothing_to_merge_confirms_the_release(
-    home: Warehouse, ticker: Ticker, drop: Drop, tmp_path: Path
+def test_a_night_that_changes_nothing_is_no_delay_and_asks_nothing_of_assets_downstream(
+    home: Warehouse, drop: Drop, tmp_path: Path
 ) -> None:
     for name in ("base", "expert_00"):
         drop(name)
     when = "trigger: change\nschedule: '30 2 * * *'\n"
     home.recipe_path("a").write_text(sum_of("base", "expert_00") + when)
-    assert jobs(ticker.tick())[-1] == "merge_a"
-    schedule = build_definitions(home).get_repository_def().get_schedule_def("nightly_merge_a")
-    resources = {"mergepipe": MergePipe(home=str(home.root))}
-    with (
-        dg.DagsterInstance.local_temp(str(tmp_path)) as kept,
-        dg.build_schedule_context(instance=kept, resources=resources) as context,
-    ):
-        assert "current" in str(schedule.evaluate_tick(context).skip_message)
-        event = kept.get_latest_materialization_event(dg.AssetKey(["a", "release"]))
-    assert event is not None
-    assert event.asset_materialization is not None
-    told = event.asset_materialization
-    (released,) = history(home, "a")
-    assert (told.tags or {})["dagster/data_version"] == released.snapshot_id
+    release, passed = dg.AssetKey(["a", "release"]), dg.AssetKey(["a", "on_schedule"])
+
+    @dg.asset(deps=[release], automation_condition=dg.AutomationCondition.eager())
+    def serving() -> None:
+        """Somebody's own asset, made anew whenever there is another release."""
+
+    with dg.DagsterInstance.local_temp(str(tmp_path)) as kept:
+        ticker = Ticker(home, kept)
+        assert jobs(ticker.tick())[-1] == "merge_a"
+        definitions = build_definitions(home)
+        schedule = definitions.get_repository_def().get_schedule_def("nightly_merge_a")
+        whole = dg.Definitions.merge(definitions, dg.Definitions([serving]))
+        kept.report_runless_asset_event(dg.AssetMaterialization(serving.key))
+        asked = dg.evaluate_automation_conditions(whole, kept)
+        before = kept.get_latest_materialization_event(passed)
+        resources = {"mergepipe": MergePipe(home=str(home.root))}
+        with dg.build_schedule_context(instance=kept, resources=resources) as context:
+            assert "current" in str(schedule.evaluate_tick(context).skip_message)
+        asked = dg.evaluate_automation_conditions(whole, kept, cursor=asked.cursor)
+        assert asked.total_requested == 0, "a night that changed nothing"
+        after = kept.get_latest_materialization_event(passed)
+        assert before is not None
+        assert after is not None
+        assert before.timestamp < after.timestamp
+        shutil.rmtree(home.inbox / "expert_00")
+        drop("expert_00", "expert_02")
+        assert jobs(ticker.tick())[-1] == "merge_a"
+        asked = dg.evaluate_automation_conditions(whole, kept, cursor=asked.cursor)
+        assert asked.total_requested == 1
 
 
 def test_an_expert_leads_to_its_recipes_and_a_snapshot_to_its_manifest_and_inputs(
