@@ -4,6 +4,7 @@ The only place where Dagster configuration becomes core values. Settings are rea
 environment when this module is loaded, so that a wrong one stops definitions from loading.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -61,8 +62,10 @@ class MergePipe(dg.ConfigurableResource):  # type: ignore[type-arg]
 
     @property
     def warehouse(self) -> Warehouse:
-        """Every path of the warehouse."""
-        return Warehouse.at(self.home).ensure()
+        """Every path of the warehouse; one that can only be read is taken as it is."""
+        warehouse = Warehouse.at(self.home)
+        is_read_only = warehouse.is_there and not os.access(warehouse.root, os.W_OK)
+        return warehouse if is_read_only else warehouse.ensure()
 
 
 class Engine(dg.ConfigurableResource):  # type: ignore[type-arg]

@@ -17,6 +17,7 @@ from mergepipe_pipeline.sensors.attempts import (
     next_attempt,
     recipes_under_way,
 )
+from mergepipe_pipeline.sensors.outage import while_writable
 from mergepipe_pipeline.sensors.pools import make_pools_known
 from mergepipe_pipeline.text import visible
 from mergepipe_pipeline.verbs.trace import trace_due
@@ -43,13 +44,14 @@ def build_bisect_sensor(
         minimum_interval_seconds=interval_s(SOON_S),
         default_status=dg.DefaultSensorStatus.RUNNING,
     )
+    @while_writable
     def bisect_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SensorResult:
         """Requests the bisection of every refusal that has no result yet."""
         make_pools_known(context.instance)
-        requests, lines = [], []
-        for file in recipe_files(mergepipe.warehouse):
         if not is_known():
             return dg.SensorResult(skip_reason=dg.SkipReason("definitions are being loaded"))
+        requests, lines = [], []
+        for file in recipe_files(mergepipe.warehouse):
             if file.name not in jobs or file.problem is not None:
                 continue
             asked = _request_or_reason(mergepipe, file, context.instance, jobs[file.name].name)

@@ -11,7 +11,7 @@ from mergepipe_pipeline.deploy.recorded import gone_inputs
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.sensors import BURST_PRIORITY, MAX_LINES, SOON_S, interval_s
 from mergepipe_pipeline.sensors.attempts import ACTIVE
-from mergepipe_pipeline.sensors.outage import refuse_empty
+from mergepipe_pipeline.sensors.outage import refuse_empty, while_writable
 from mergepipe_pipeline.sensors.pools import make_pools_known
 from mergepipe_pipeline.text import in_one_line
 from mergepipe_pipeline.warehouse import Warehouse
@@ -35,6 +35,7 @@ index_job = dg.define_asset_job(
     minimum_interval_seconds=interval_s(SOON_S),
     default_status=dg.DefaultSensorStatus.RUNNING,
 )
+@while_writable
 def inbox_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SensorResult:
     """Requests the index of every watched checkpoint that the catalog does not know as it is.
 

@@ -1,10 +1,40 @@
-"""Tells a warehouse whose disk is gone from one that holds nothing yet."""
+"""Tells a warehouse whose disk is gone from one that holds nothing yet, and one that is read-only."""
+
+import errno
+import os
+from collections.abc import Callable
+from functools import wraps
 
 import dagster as dg
 
 from mergepipe_pipeline.assets.experts import experts
 from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.warehouse import Warehouse
+
+_Tick = Callable[[dg.SensorEvaluationContext, MergePipe], dg.SensorResult]
+#: What the system says of what may be read and not written.
+_READ_ONLY = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+
+
+def while_writable(tick: _Tick) -> _Tick:
+    """Let a sensor ask for nothing while the warehouse cannot be written: its runs would fail."""
+
+    @wraps(tick)
+    def patient(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SensorResult:
+        root = mergepipe.warehouse.root
+        try:
+            if not os.access(root, os.W_OK):
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(root))
+            return tick(context, mergepipe)
+        except OSError as error:
+            if error.errno not in _READ_ONLY:
+                raise
+            why = f"{error.filename or root}: {error.strerror}"
+        said = f"the warehouse cannot be written: {why}; all goes on once it can be"
+        return dg.SensorResult(skip_reason=dg.SkipReason(said))
+
+    return patient
 
 
 def refuse_empty(instance: dg.DagsterInstance, warehouse: Warehouse) -> None:

@@ -26,7 +26,7 @@ from mergepipe_pipeline.sensors.attempts import (
     next_attempt,
     recipes_under_way,
 )
-from mergepipe_pipeline.sensors.outage import refuse_empty
+from mergepipe_pipeline.sensors.outage import refuse_empty, while_writable
 from mergepipe_pipeline.sensors.pools import make_pools_known
 from mergepipe_pipeline.text import visible
 from mergepipe_pipeline.verbs.deploy import CURRENT, Due, Postponed, Release, due, last_release
@@ -111,7 +111,8 @@ def _due(
             owed.touch()
         return wanted.reason
     if isinstance(wanted, str):
-        owed.unlink(missing_ok=True)
+        if owed.exists():  # where nothing can be written, this much can be asked
+            owed.unlink(missing_ok=True)
     return wanted
 
 
@@ -153,6 +154,7 @@ def build_recipe_sensor(
         minimum_interval_seconds=interval_s(SOON_S),
         default_status=dg.DefaultSensorStatus.RUNNING,
     )
+    @while_writable
     def recipe_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SensorResult:
         """Requests the chain of every recipe whose inputs, as indexed, are not what it released.
 

@@ -12,6 +12,7 @@ from mergepipe_pipeline.deploy.retry import reason_to_wait
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.sensors import LOADING, SOON_S, interval_s
 from mergepipe_pipeline.sensors.attempts import ACTIVE, ATTEMPT_TAG, failed_attempts, next_attempt
+from mergepipe_pipeline.sensors.outage import while_writable
 from mergepipe_pipeline.sensors.pools import limit_pool
 from mergepipe_pipeline.text import visible
 from mergepipe_pipeline.verbs.standing_searches import (
@@ -43,12 +44,13 @@ def build_search_sensor(
         minimum_interval_seconds=interval_s(SOON_S),
         default_status=dg.DefaultSensorStatus.RUNNING,
     )
+    @while_writable
     def search_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SensorResult:
         """Requests what searches ask for and no run does yet."""
         warehouse, requests, partitions, states = mergepipe.warehouse, [], [], []
+        known = jobs if is_known() else {}
         for standing in standing_searches(warehouse, recipe_files(warehouse)):
             look = _Look(context.instance, standing, known.get(standing.name), mergepipe.retry_s)
-        known = jobs if is_known() else {}
             try:
                 problem = look.problem
                 said = problem or look.at(due_of(warehouse, standing))

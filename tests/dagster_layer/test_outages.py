@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ from mergepipe_pipeline.verbs.deploy import last_release
 from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.verbs.publish import history
 from mergepipe_pipeline.warehouse import Warehouse
+from tests.dagster_layer.conftest import Drop
 from tests.dagster_layer.daemon import running_daemon
 from tests.dagster_layer.test_attempts import Sensor
 from tests.dagster_layer.test_experts import sum_of
@@ -155,3 +157,54 @@ def test_a_recipe_that_finds_the_disk_full_five_times_is_merged_by_itself_when_t
     assert len(told) == _ATTEMPTS
     assert last == "True a: the release is current"
     assert history(Warehouse(tmp_path), "a")
+
+
+#: Has every sensor and schedule of a warehouse looked at once, and prints what each said.
+_LOOK = """
+import json, sys
+import dagster as dg
+from mergepipe_pipeline.definitions import build_definitions
+from mergepipe_pipeline.resources import MergePipe
+from mergepipe_pipeline.warehouse import Warehouse
+home, resources = Warehouse.at(sys.argv[1]), {"mergepipe": MergePipe(home=sys.argv[1], inbox_quiet_s=0)}
+repository, said = build_definitions(home).get_repository_def(), {}
+with dg.DagsterInstance.local_temp(sys.argv[2]) as instance:
+    given = {"instance": instance, "resources": resources, "repository_def": repository}
+    for sensor in repository.sensor_defs:
+        with dg.build_sensor_context(**given, sensor_name=sensor.name) as context:
+            if sensor.name != "failure_sensor":
+                said[sensor.name] = sensor.evaluate_tick(context).skip_message
+    nightly = repository.get_schedule_def("nightly_merge_n")
+    with dg.build_schedule_context(**given) as context:
+        said[nightly.name] = len(nightly.evaluate_tick(context).run_requests)
+print(json.dumps(said))
+"""
+
+
+def test_a_warehouse_that_can_only_be_read_ends_no_tick_with_an_error(
+    home: Warehouse, recipe_file: RecipeFile, drop: Drop, tmp_path: Path
+) -> None:
+    path = home.recipe_path("n")
+    path.write_text(f"{path.read_text()}schedule: '30 2 * * *'\n")
+    drop("expert_02")
+    home.searches.rmdir()  # as in a warehouse of another version
+    folder = shlex.quote(str(home.root))
+    mount = f"mount --bind {folder} {folder} && mount -o remount,ro,bind {folder}"
+    words = ("unshare", "--map-root-user", "--mount", "sh", "-c")
+    if subprocess.run([*words, mount]).returncode:
+        pytest.skip("this system lets nobody mount anything")
+    look = shlex.join([sys.executable, "-W", "ignore", "-c", _LOOK, str(home.root), str(tmp_path)])
+    done = subprocess.run([*words, f"{mount} && {look}"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    why = f"the warehouse cannot be written: {home.root}: Read-only file system"
+    for name in ("inbox_sensor", "recipe_sensor"):
+        assert why in said.pop(name)
+    # Its run fails, and is tried again by day.
+    assert said.pop("nightly_merge_n") == 1
+    assert said == {
+        "orphans_sensor": "0 runs under way; ended, since dead: none",
+        "reload_sensor": "recipes are loaded as they are",
+        "retention_sensor": "0 runs older than 30 days deleted",
+        "stalled_sensor": "recipes that stand still: none",
+    }
