@@ -1,6 +1,7 @@
 """The asset family of landed checkpoints: one asset, one dynamic partition per expert."""
 
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import dagster as dg
@@ -22,31 +23,40 @@ EXPERTS_TAG = "mergepipe/experts"
 
 
 @dg.asset(
+    name="expert_index",
     partitions_def=experts,
     group_name="catalog",
     kinds={"python", "parquet"},
     owners=owners(),
     pool="disk_read",
+    output_required=False,  # of several partitions each has an event of its own
 )
-def expert_index(
+def _expert_index(
     context: dg.AssetExecutionContext, mergepipe: MergePipe
-) -> dg.MaterializeResult[None]:
+) -> Iterator[dg.MaterializeResult[None]]:
     """Makes a checkpoint that landed in the inbox known: headers, digests and block statistics.
 
     A partition is a checkpoint. Its data version is the digest of the contents: files touched
     without a change of a byte change nothing downstream. A failure is retried by inbox_sensor:
     three times, or for as long as storage, network or memory fail.
     """
+    names = context.partition_keys
+    if len(names) > 1:
+        _index_each(context, mergepipe, names)
+        return
     started = time.monotonic()
-    name = context.partition_key
     try:
-        done = index_arrival(mergepipe.warehouse, name, packs=mergepipe.packs)
+        done = index_arrival(mergepipe.warehouse, names[0], packs=mergepipe.packs)
     except MergePipeError as error:
-        context.log_event(_problem(mergepipe.warehouse, name, error))
+        context.log_event(_problem(mergepipe.warehouse, names[0], error))
         raise dg.Failure(str(error), allow_retries=False) from error
-    return dg.MaterializeResult(
+    yield dg.MaterializeResult(
         data_version=dg.DataVersion(done.content_sha256), metadata=_metadata(done, started)
     )
+
+
+#: Many partitions that a person asks for are one run.
+expert_index = _expert_index.with_attributes(backfill_policy=dg.BackfillPolicy.single_run())
 
 
 class Burst(dg.Config):
@@ -57,12 +67,21 @@ class Burst(dg.Config):
 
 @dg.op(pool="disk_read")
 def index_several(context: dg.OpExecutionContext, config: Burst, mergepipe: MergePipe) -> None:
-    """Index several checkpoints in one process; each is a partition of `expert_index`.
+    """Index several checkpoints in one process; each is a partition of `expert_index`."""
+    _index_each(context, mergepipe, config.experts)
+
+
+def _index_each(
+    context: dg.OpExecutionContext | dg.AssetExecutionContext,
+    mergepipe: MergePipe,
+    names: Sequence[str],
+) -> None:
+    """Index checkpoints one after the other, and report each as it ends.
 
     One that fails stops no other; the run fails at its end and names it.
     """
     failed = []
-    for name in config.experts:
+    for name in names:
         started = time.monotonic()
         try:
             done = index_arrival(mergepipe.warehouse, name, packs=mergepipe.packs)

@@ -7,11 +7,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import dagster as dg
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mergepipe_pipeline.assets.experts import expert_index
+from mergepipe_pipeline.contents.tensor_digests import content_of
+from mergepipe_pipeline.definitions import build_definitions
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.verbs.publish import history
 from mergepipe_pipeline.verbs.register import register
@@ -201,3 +205,32 @@ def test_files_renamed_while_they_are_looked_at_do_not_stop_the_inbox(
     (home.inbox / "an odd name").mkdir()
     register(home, home.inbox / "base", "base")
     assert jobs(ticker.tick()) == ["base", "lora"]
+
+
+def test_a_backfill_of_experts_is_one_run_in_which_one_that_fails_stops_no_other(
+    home: Warehouse, drop: Drop, instance: dg.DagsterInstance
+) -> None:
+    names = ["base", "broken", "expert_00"]
+    for name in names:
+        drop(name, "base" if name == "broken" else name)
+    (home.inbox / "broken" / "model.safetensors").write_bytes(b"no header")
+    instance.add_dynamic_partitions("experts", names)
+    policy = expert_index.backfill_policy
+    assert policy is not None
+    assert policy.max_partitions_per_run is None
+    job = build_definitions(home).resolve_implicit_global_asset_job_def()
+    result = job.get_subset(asset_selection={expert_index.key}).execute_in_process(
+        # As the daemon's backfill asks for partitions that follow one another.
+        tags={"dagster/asset_partition_range_start": "base"}
+        | {"dagster/asset_partition_range_end": "expert_00"},
+        instance=instance,
+        raise_on_error=False,
+    )
+    (failed,) = [e for e in result.all_events if e.is_step_failure]
+    assert "broken: A safetensors header" in str(failed.step_failure_data.error)
+    assert instance.get_materialized_partitions(expert_index.key) == {"base", "expert_00"}
+    for name in ("base", "expert_00"):
+        found = instance.get_latest_data_version_record(expert_index.key, partition_key=name)
+        assert found is not None
+        version = found.asset_materialization.tags["dagster/data_version"]
+        assert version == content_of(home.catalog, home.catalog.get(name).checkpoint)
