@@ -102,12 +102,16 @@ def _few(names: Sequence[str]) -> str:
 
 def _quarantined_lines(quarantined: Sequence[Mapping[str, Any]]) -> list[str]:
     rows = [
-        (q["name"], c["content"][:16], "yes" if q["is_now"] else "no", c["decided"], c["reason"])
+        (q["name"], c["content"][:16], "yes" if q["is_now"] else "no", *_decision(c))
         for q in quarantined
         for c in q["contents"]
     ]
-    headers = ("quarantined", "content", "kept out now", "since", "reason")
+    headers = ("quarantined", "content", "kept out now", "since", "by", "reason")
     return ["", *table(headers, rows)] if rows else []
+
+
+def _decision(content: Mapping[str, Any]) -> tuple[str, str, str]:
+    return content["decided"], content["by"] or "-", content["reason"]
 
 
 def _damaged_lines(damaged: Sequence[Mapping[str, Any]]) -> list[str]:

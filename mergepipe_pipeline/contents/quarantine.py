@@ -21,18 +21,23 @@ from mergepipe_pipeline.warehouse import Warehouse
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """A decision about one content of an expert: kept out, or not any more, when and why."""
+    """A decision about one content of an expert: kept out, or not any more, when, by whom and why.
+
+    `by` is empty in a decision of an earlier version.
+    """
 
     name: str
     content: str
     reason: str
     decided: str
     is_kept_out: bool = True
+    by: str = ""
 
     def __str__(self) -> str:
         """One sentence for people, with what they can do."""
         return (
-            f"{self.name} is quarantined since {self.decided}: {self.reason}; another version is "
+            f"{self.name} is quarantined since {self.decided}"
+            f"{f' by {self.by}' if self.by else ''}: {self.reason}; another version is "
             f"taken by itself, and `mergepipe quarantine {self.name} --release` lets this one in"
         )
 
@@ -66,13 +71,13 @@ def quarantine_of(
 
 
 def decide(
-    warehouse: Warehouse, name: str, content: str, reason: str, *, is_kept_out: bool
+    warehouse: Warehouse, name: str, content: str, reason: str, *, is_kept_out: bool, by: str
 ) -> Quarantine:
     """Keep a content out under a name, or let it in; what holds already is not decided again."""
     last = _decisions(warehouse, name).get(content)
     if last is not None and last.is_kept_out == is_kept_out:
         return last
-    decision = Quarantine(name, content, reason, now(), is_kept_out)
+    decision = Quarantine(name, content, reason, now(), is_kept_out, by)
     value = asdict(decision)
     del value["name"]
     VersionChain(warehouse.quarantined_dir / name).append(value)

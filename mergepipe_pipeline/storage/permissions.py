@@ -75,9 +75,7 @@ def foreign_error(error: OSError) -> MergePipeError | None:
 
 
 def _foreign(path: Path, found: os.stat_result) -> MergePipeError:
-    owner, group = str(found.st_uid), str(found.st_gid)
-    with suppress(KeyError):
-        owner = pwd.getpwuid(found.st_uid).pw_name
+    owner, group = _user(found.st_uid), str(found.st_gid)
     with suppress(KeyError):
         group = grp.getgrgid(found.st_gid).gr_name
     return MergePipeError(
@@ -88,6 +86,18 @@ def _foreign(path: Path, found: os.stat_result) -> MergePipeError:
         next_step=f"let {owner} share it with a group (docs/platform.md, Permissions), or use "
         "another folder",
     )
+
+
+def this_user() -> str:
+    """The name of the user of this process, or the number of one without a name."""
+    return _user(os.geteuid())
+
+
+def _user(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return str(number)
 
 
 def make_removable(folder: Path) -> None:

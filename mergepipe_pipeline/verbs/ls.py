@@ -143,7 +143,7 @@ def _ref_row(refs: RefStore, name: str) -> dict[str, Any]:
 
 def _kept_out(warehouse: Warehouse, name: str) -> dict[str, Any]:
     contents = [
-        {"content": d.content, "reason": escaped(d.reason), "decided": d.decided}
+        {"content": d.content, "reason": escaped(d.reason), "decided": d.decided, "by": d.by}
         for d in kept_out(warehouse, name)
     ]
     return {"name": name, "contents": contents, "is_now": is_quarantined(warehouse, name)}

@@ -6,6 +6,7 @@ from mergepipe_pipeline.contents.quarantine import Quarantine, decide, quarantin
 from mergepipe_pipeline.contents.tensor_digests import content_of, ensure_digests
 from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.progress import Progress
+from mergepipe_pipeline.storage.permissions import this_user
 from mergepipe_pipeline.warehouse import Warehouse
 
 
@@ -34,4 +35,4 @@ def quarantine(
             next_step="see `mergepipe ls` for those that are",
         )
     content = content_of(warehouse.catalog, checkpoint)
-    return decide(warehouse, name, content, reason, is_kept_out=not release)
+    return decide(warehouse, name, content, reason, is_kept_out=not release, by=this_user())

@@ -88,7 +88,8 @@ def _keep_out(warehouse: Warehouse, prepared: Prepared, done: Bisection) -> Quar
     if culprit is None:
         return None
     reason = f"the gate of {done.recipe} refuses what it gives: {done.verdict}; {done.told}"
-    return decide(warehouse, culprit.name, culprit.content, reason, is_kept_out=True)
+    by = f"recipe {done.recipe}"
+    return decide(warehouse, culprit.name, culprit.content, reason, is_kept_out=True, by=by)
 
 
 def _refusal(warehouse: Warehouse, file: RecipeFile) -> Refusal | None:
