@@ -1,6 +1,7 @@
 """The asset family of landed checkpoints: one asset, one dynamic partition per expert."""
 
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from mergepipe_pipeline.assets.labels import owners
 from mergepipe_pipeline.assets.links import dependents_link
 from mergepipe_pipeline.assets.metadata import description, gib
 from mergepipe_pipeline.deploy.arrivals import arrival
+from mergepipe_pipeline.deploy.recorded import reason_to_wait_for
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.settings import SHARDS
@@ -57,6 +59,23 @@ def _expert_index(
 
 #: Many partitions that a person asks for are one run.
 expert_index = _expert_index.with_attributes(backfill_policy=dg.BackfillPolicy.single_run())
+
+
+#: The name of the check that fails while recipes cannot use what lies under a name.
+USABLE = "usable"
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", dg.PreviewWarning)  # of partitions of a check
+
+    @dg.asset_check(asset=expert_index.key, name=USABLE, partitions_def=experts)
+    def usable(context: dg.AssetCheckExecutionContext, mergepipe: MergePipe) -> dg.AssetCheckResult:
+        """Recipes can use this checkpoint: it is whole, indexed as it is, and not in quarantine.
+
+        inbox_sensor reports when that changes.
+        """
+        names = context.partition_keys
+        why = reason_to_wait_for(mergepipe.warehouse, names)
+        return dg.AssetCheckResult(passed=why is None, description=description(why or "It is."))
 
 
 class Burst(dg.Config):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import dagster as dg
 
 from mergepipe_pipeline.assets.bisect import build_bisect, build_bisect_job
-from mergepipe_pipeline.assets.experts import expert_index, index_burst
+from mergepipe_pipeline.assets.experts import expert_index, index_burst, usable
 from mergepipe_pipeline.assets.problems import problem_asset
 from mergepipe_pipeline.assets.recipes import build_problem, build_recipe_assets
 from mergepipe_pipeline.assets.searches import build_search_assets, build_search_jobs
@@ -74,7 +74,10 @@ def build_definitions(
             *(d for d in built if not isinstance(d, dg.AssetChecksDefinition)),
             *searches.assets,
         ],
-        asset_checks=[d for d in built if isinstance(d, dg.AssetChecksDefinition)],
+        asset_checks=[
+            usable,
+            *(d for d in built if isinstance(d, dg.AssetChecksDefinition)),
+        ],
         jobs=[*_JOBS, *jobs, *traced.values(), *searches.jobs],
         schedules=[space_daily, *(chain.nightly for chain in chains if chain.nightly)],
         sensors=[

@@ -13,6 +13,7 @@ from mergepipe_pipeline.sensors import BURST_PRIORITY, MAX_LINES, SOON_S, interv
 from mergepipe_pipeline.sensors.attempts import ACTIVE
 from mergepipe_pipeline.sensors.outage import refuse_empty, while_writable
 from mergepipe_pipeline.sensors.pools import make_pools_known
+from mergepipe_pipeline.sensors.usable import report_usable
 from mergepipe_pipeline.text import in_one_line
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -21,7 +22,7 @@ MAX_RUNS, MAX_EXPERTS = 8, 32
 
 index_job = dg.define_asset_job(
     "index_experts",
-    selection=[expert_index],
+    selection=dg.AssetSelection.assets(expert_index).without_checks(),
     description="Indexes one checkpoint of the inbox; inbox_sensor starts it when it is whole.",
 )
 
@@ -44,10 +45,12 @@ def inbox_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> d
     """
     warehouse = mergepipe.warehouse
     patience = Patience(mergepipe.inbox_quiet_s, mergepipe.inbox_retry_s, mergepipe.packs)
-    landed = scan_inbox(warehouse, patience, under_way(context.instance), MAX_RUNS * MAX_EXPERTS)
+    busy = under_way(context.instance)
+    landed = scan_inbox(warehouse, patience, busy, MAX_RUNS * MAX_EXPERTS)
     ready = [x for x in landed if x.is_ready]
     known = set(context.instance.get_dynamic_partitions(experts.name or ""))
-    new = [x.name for x in landed if (x.is_ready or x.is_indexed) and x.name not in known]
+    shown = [x.name for x in landed if x.is_ready or x.is_indexed or x.fault]
+    new = [name for name in shown if name not in known]
     if known and not landed:
         refuse_empty(context.instance, warehouse)
     gone = gone_inputs(warehouse, known - {x.name for x in landed})
@@ -62,6 +65,7 @@ def inbox_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> d
             *([experts.build_add_request(new)] if new else []),
             *([experts.build_delete_request(gone)] if gone else []),
         ],
+        cursor=report_usable(context.instance, landed, busy, context.cursor),
         asset_events=[
             dg.AssetObservation(expert_index.key, partition=name, description="It left the inbox.")
             for name in gone

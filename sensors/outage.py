@@ -1,4 +1,4 @@
-"""Tells a warehouse whose disk is gone from one that holds nothing yet, and one that is read-only."""
+"""Tells of a warehouse whose disk is gone, unlike one that holds nothing yet, or is read-only."""
 
 import errno
 import os

@@ -13,6 +13,7 @@ import dagster as dg
 
 from mergepipe_pipeline.assets.freshness import on_schedule_key
 from mergepipe_pipeline.deploy.faults import Fault
+from mergepipe_pipeline.deploy.inbox import problem_now
 from mergepipe_pipeline.deploy.packing import reason_to_wait_for_packs
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.deploy.recorded import last_written_s
@@ -110,9 +111,9 @@ def _due(
         if is_time:
             owed.touch()
         return wanted.reason
-    if isinstance(wanted, str):
-        if owed.exists():  # where nothing can be written, this much can be asked
-            owed.unlink(missing_ok=True)
+    # Of a warehouse that can only be read, this much can be asked.
+    if isinstance(wanted, str) and owed.exists():
+        owed.unlink(missing_ok=True)
     return wanted
 
 
@@ -166,7 +167,7 @@ def build_recipe_sensor(
         are_known = is_known()
         requests, states = list[dg.RunRequest](), dict[str, str]()
         for file in recipe_files(mergepipe.warehouse):
-            reason = file.problem or refused.get(file.token)
+            reason = problem_now(mergepipe.warehouse, file) or refused.get(file.token)
             if not (are_known and layers.get(file.name) == file.layers):
                 reason = reason or LOADING
             asked = reason or request_or_reason(mergepipe, file, instance, busy, is_time=False)

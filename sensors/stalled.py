@@ -5,6 +5,7 @@ import time
 
 import dagster as dg
 
+from mergepipe_pipeline.deploy.inbox import problem_now
 from mergepipe_pipeline.deploy.notify import stalled
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.resources import MergePipe
@@ -56,7 +57,7 @@ def stalled_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) ->
 def reason_to_stand(warehouse: Warehouse, file: RecipeFile) -> str | None:
     """Why nothing can be made of a recipe now; None if something can, or need not."""
     if file.problem is not None:
-        return file.problem
+        return problem_now(warehouse, file)
     try:
         wanted = due(warehouse, file)
     except Exception as error:

@@ -14,13 +14,16 @@ import os
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
+from mergepipe_pipeline.contents.quarantine import quarantine_of, quarantined_names
 from mergepipe_pipeline.deploy.arrivals import MAX_FAILURES, Arrival, arrival, place_of, token_at
 from mergepipe_pipeline.deploy.packing import PacksWanted
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, names_read
 from mergepipe_pipeline.deploy.stamps import Stamp, half_replaced, stamps_of, token_of, weights
 from mergepipe_pipeline.digest import digest_json
+from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.recipe.selectors import would_take
 from mergepipe_pipeline.storage.chain import NAME, NAME_FORM
 from mergepipe_pipeline.storage.open_checkpoint import is_complete
@@ -42,9 +45,10 @@ class InboxEntry:
     """One expert that is watched: `token` changes with any file's name, size or mtime.
 
     `is_indexed` says that the catalog knows it as it is, `is_pack_due` that it is to be packed all
-    the same. `waiting` says in one sentence why it is not taken yet, or is None. In `name`, bytes
-    that are no UTF-8 are shown as escapes; such a folder always waits. Over one that `was_killed`
-    the last run was: others are not to share the next.
+    the same. `waiting` says in one sentence why it is not taken yet, or is None; `fault` why
+    recipes cannot use what lies there until somebody does something, in words that do not change
+    meanwhile. In `name`, bytes that are no UTF-8 are shown as escapes; such a folder always waits.
+    Over one that `was_killed` the last run was: others are not to share the next.
     """
 
     name: str
@@ -53,6 +57,7 @@ class InboxEntry:
     is_indexed: bool = False
     is_pack_due: bool = False
     was_killed: bool = False
+    fault: str | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -96,7 +101,7 @@ def scan_inbox(
     wanted = PacksWanted(warehouse) if patience.packs else None
     places = {folder.name: folder for folder in _folders(warehouse.inbox)}
     catalog = warehouse.catalog
-    digested = catalog.digested()
+    digested, decided = catalog.digested(), set(quarantined_names(warehouse))
     for name in names_read(warehouse) - places.keys():
         place = place_of(warehouse, catalog, name) if NAME.fullmatch(name) else None
         if place is not None:
@@ -111,6 +116,8 @@ def scan_inbox(
             landed = replace(
                 landed, is_pack_due=is_due, waiting=waiting, was_killed=known.was_killed
             )
+        if landed.is_indexed and landed.name in decided:
+            landed = replace(landed, fault=_kept_out(warehouse, landed.name))
         ready += landed.is_ready
         entries.append(landed)
     return tuple(entries)
@@ -133,6 +140,37 @@ def reason_to_wait_for_joining(warehouse: Warehouse, file: RecipeFile) -> str | 
     )
     reason = f"it waits for the index of what is about to join: {listed(joining, _MOST_NAMED)}"
     return reason if joining else None
+
+
+def reason_not_indexed(warehouse: Warehouse, name: str) -> str | None:
+    """Why what lies under a name is not indexed until somebody does something; None if it may be.
+
+    What changed a moment ago may be half copied, and is said to be.
+    """
+    place = place_of(warehouse, warehouse.catalog, name) if NAME.fullmatch(name) else None
+    if place is None:
+        return None
+    try:
+        stamps, changed_ns = stamps_of(place)
+        known = arrival(warehouse, name)
+        fault = _failed(known.of(token_at(warehouse, place, stamps)))
+        fault = fault or _unwhole(place, stamps) or _doubt(place, stamps, known)
+    except OSError as error:
+        return f"{name} cannot be read: {error.strerror}"
+    since = time.strftime("%F %R", time.localtime(changed_ns / 1e9))
+    return fault and f"{name} cannot be used as it is since {since}: {fault}"
+
+
+def problem_now(warehouse: Warehouse, file: RecipeFile) -> str | None:
+    """Why a recipe cannot be used, as its file says; of inputs that lie in the inbox, why not yet.
+
+    That changes while they are copied, for which definitions are not to be loaded anew.
+    """
+    if file.problem is None:
+        return None
+    missing = [m for m in file.members if m not in warehouse.catalog]
+    reasons = filter(None, (reason_not_indexed(warehouse, m) for m in missing))
+    return "; ".join(reasons) or file.problem
 
 
 def _is_coming(warehouse: Warehouse, folder: Path) -> bool:
@@ -175,6 +213,7 @@ def _landed(
     if not NAME.fullmatch(key):
         why = f"{name!r} cannot be a name, which is {NAME_FORM}: rename the folder"
         return InboxEntry(name, digest_json(name)[:16], why)
+    fault = None
     try:
         stamps, changed_ns = stamps_of(folder)
         token = token_at(warehouse, folder, stamps)
@@ -184,25 +223,39 @@ def _landed(
             return InboxEntry(name, token, None, is_indexed=True)
         if name in under_way:
             return InboxEntry(name, token, "a run indexes it")
-        waiting = _asked_already(known.of(token), patience)
+        waiting, fault = _asked_already(known.of(token), patience), _failed(known.of(token))
         if waiting is None and full:
             waiting = "others land before it; its turn comes"
         if waiting is None:
-            waiting = _unfinished(folder, stamps, changed_ns, known, patience)
+            waiting, fault = _unfinished(folder, stamps, changed_ns, known, patience)
     except OSError as error:
-        return InboxEntry(
-            name, digest_json(str(error))[:16], f"it cannot be read: {error.strerror}"
-        )
-    return InboxEntry(name, token, waiting, was_killed=known.of(token).was_killed)
+        why = f"it cannot be read: {error.strerror}"
+        return InboxEntry(name, digest_json(str(error))[:16], why, fault=why)
+    return InboxEntry(name, token, waiting, was_killed=known.of(token).was_killed, fault=fault)
 
 
-def _asked_already(known: Arrival, patience: Patience) -> str | None:
-    """Why no run is asked for that was asked for before."""
+def _kept_out(warehouse: Warehouse, name: str) -> str | None:
+    try:
+        decision = quarantine_of(warehouse, name)
+    except MergePipeError as error:
+        return str(error)
+    return None if decision is None else str(decision)
+
+
+def _failed(known: Arrival) -> str | None:
+    """How the last index of a content failed by its own fault; None if it did not."""
     if known.is_quarantined:
         return (
             f"quarantined after {MAX_FAILURES} failures; other content is tried anew, and so is "
             f"this when expert_index is materialized by hand. The last failure: {known.error}"
         )
+    return f"its index failed: {known.error}" if known.failures and known.error else None
+
+
+def _asked_already(known: Arrival, patience: Patience) -> str | None:
+    """Why no run is asked for that was asked for before."""
+    if known.is_quarantined:
+        return _failed(known)
     left_s = known.left_s(patience.retry_s)
     if left_s <= 0:
         return None
@@ -212,28 +265,35 @@ def _asked_already(known: Arrival, patience: Patience) -> str | None:
 
 def _unfinished(
     folder: Path, stamps: tuple[Stamp, ...], changed_ns: int, known: Arrival, patience: Patience
-) -> str | None:
-    """Why a folder is not taken as it lies there."""
+) -> tuple[str | None, str | None]:
+    """Why a folder is not taken as it lies there, and what is wrong with it, if that is why."""
     if known.landed == token_of(stamps):  # `land` put it there whole
-        return is_complete(str(folder))
+        fault = is_complete(str(folder))
+        return fault, fault
     age_s = (time.time_ns() - changed_ns) / 1e9
     if age_s < 0:
         return (
             f"its files changed {-age_s:.0f} s after now, as the clock of this machine says, which "
             "it waits for; if that clock is right, `touch` them, and they are taken at once"
-        )
+        ), None
     if age_s < patience.quiet_s:
         return (
             f"its files changed {age_s:.0f} s ago; it is taken after {patience.quiet_s:.0f} s of "
             "quiet"
-        )
-    waiting = is_complete(str(folder))
-    if waiting is None and age_s < patience.doubt_s and (doubt := _doubt(folder, stamps, known)):
-        waiting = (
+        ), None
+    fault = is_complete(str(folder))
+    if fault is None and age_s < patience.doubt_s and (doubt := _doubt(folder, stamps, known)):
+        return (
             f"{doubt}; if that is meant, it is taken in {patience.doubt_s - age_s:.0f} s. "
             "`mergepipe land` lands a folder at once"
-        )
-    return waiting
+        ), doubt
+    return fault, fault
+
+
+@lru_cache(maxsize=1024)  # every recipe that names it asks at each tick
+def _unwhole(folder: Path, stamps: tuple[Stamp, ...]) -> str | None:
+    """Why a folder is no whole checkpoint while its files have these stamps."""
+    return is_complete(str(folder))
 
 
 def _doubt(folder: Path, stamps: tuple[Stamp, ...], known: Arrival) -> str | None:

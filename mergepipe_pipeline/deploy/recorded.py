@@ -15,6 +15,7 @@ from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.contents.away import away_from, open_root
 from mergepipe_pipeline.contents.quarantine import quarantine_of
 from mergepipe_pipeline.deploy.arrivals import arrival, mark_changed, place_of, token_at
+from mergepipe_pipeline.deploy.inbox import reason_not_indexed
 from mergepipe_pipeline.deploy.stamps import stamps_of
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import CheckpointError, InputChangedError, MergePipeError
@@ -51,7 +52,7 @@ def _reason(warehouse: Warehouse, catalog: Catalog, name: str) -> str | None:
     if "/" in name:
         return f"{name} is a path: a standing recipe takes names of the inbox, or registered ones"
     if name not in catalog:
-        return f"{name} is not indexed yet"
+        return reason_not_indexed(warehouse, name) or f"{name} is not indexed yet"
     if _is_gone(warehouse, catalog, name):
         place = expected_place(warehouse, name, catalog.root(name))
         return f"{name} is gone: nothing lies at {place}"
@@ -59,7 +60,9 @@ def _reason(warehouse: Warehouse, catalog: Catalog, name: str) -> str | None:
     if unmounted:
         return f"{name} lies below a root that is not mounted here: {unmounted}"
     if not _is_as_recorded(warehouse, catalog, catalog.get(name).checkpoint):
-        return f"{name} waits for its index: its files are not those that were indexed"
+        waits = f"{name} waits for its index: its files are not those that were indexed"
+        fault = reason_not_indexed(warehouse, name)
+        return f"{waits}; {fault}" if fault else waits
     kept_out = quarantine_of(warehouse, name)
     return None if kept_out is None else str(kept_out)
 

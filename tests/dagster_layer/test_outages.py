@@ -166,8 +166,8 @@ import dagster as dg
 from mergepipe_pipeline.definitions import build_definitions
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.warehouse import Warehouse
-home, resources = Warehouse.at(sys.argv[1]), {"mergepipe": MergePipe(home=sys.argv[1], inbox_quiet_s=0)}
-repository, said = build_definitions(home).get_repository_def(), {}
+repository, said = build_definitions(Warehouse.at(sys.argv[1])).get_repository_def(), {}
+resources = {"mergepipe": MergePipe(home=sys.argv[1], inbox_quiet_s=0)}
 with dg.DagsterInstance.local_temp(sys.argv[2]) as instance:
     given = {"instance": instance, "resources": resources, "repository_def": repository}
     for sensor in repository.sensor_defs:
