@@ -30,8 +30,10 @@ from mergepipe_pipeline.errors import MergePipeError
 def ui(console: Console, host: str, port: int) -> None:
     """Run the standing pipeline with Dagster's UI until Ctrl-C; DAGSTER_HOME lies in the warehouse
     unless the environment names another.
+
+    Where one runs already, this serves one more UI of it.
     """
-    from mergepipe_pipeline.deploy.instance import prepare_instance
+    from mergepipe_pipeline.deploy.instance import claim_instance, prepare_instance
     from mergepipe_pipeline.warehouse import ENVIRONMENT
 
     if find_spec("dagster_webserver") is None:
@@ -44,11 +46,14 @@ def ui(console: Console, host: str, port: int) -> None:
     warehouse = console.warehouse
     home = os.environ.get("DAGSTER_HOME") or str(warehouse.dagster_home)
     workspace = prepare_instance(warehouse, Path(home))
-    click.echo(f"http://{host}:{port} shows {warehouse.root}; Ctrl-C ends it", err=True)
-    command = [sys.executable, "-m", "dagster", "dev", "-w", str(workspace)]
+    url = f"http://{host}:{port}"
+    other = claim_instance(Path(home), url)
+    modules = ["dagster", "dev"] if other is None else ["dagster_webserver"]
+    ends = f"its sensors run at {other}; Ctrl-C ends this UI alone" if other else "Ctrl-C ends it"
+    click.echo(f"{url} shows {warehouse.root}; {ends}", err=True)
     os.execve(
         sys.executable,
-        [*command, "--host", host, "--port", str(port)],
+        [sys.executable, "-m", *modules, "-w", str(workspace), "--host", host, "--port", str(port)],
         {**os.environ, ENVIRONMENT: str(warehouse.root), "DAGSTER_HOME": home},
     )
 

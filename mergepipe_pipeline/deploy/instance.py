@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from mergepipe_pipeline.storage.atomic import write_atomic
+from mergepipe_pipeline.storage.locks import claim_for_life, this_process
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: The settings that an instance begins with; each says what it does.
@@ -16,6 +17,10 @@ _WORKSPACE = """load_from:
       module_name: mergepipe_pipeline.definitions
       location_name: mergepipe
 """
+
+
+#: The file whose lock the process holds that runs an instance's sensors and schedules.
+_LOCK = "mergepipe.lock"
 
 
 def prepare_instance(warehouse: Warehouse, home: Path | None = None) -> Path:
@@ -31,3 +36,12 @@ def prepare_instance(warehouse: Warehouse, home: Path | None = None) -> Path:
     workspace = warehouse.dagster_home / "workspace.yaml"
     write_atomic(workspace, _WORKSPACE.encode())
     return workspace
+
+
+def claim_instance(home: Path, url: str) -> str | None:
+    """Let this process alone run the sensors and schedules of an instance, until it ends.
+
+    Two daemons would start each run twice. Returns None, or who does so already, as it said.
+    """
+    other = claim_for_life(home / _LOCK, f"{url}, {this_process()}".encode())
+    return None if other is None else other.decode(errors="replace")

@@ -83,6 +83,23 @@ def this_process() -> str:
     return f"process {os.getpid()} on {platform.node()} since {time.strftime('%F %T')}"
 
 
+def claim_for_life(path: Path, data: bytes) -> bytes | None:
+    """Hold the lock of `path` until this process ends, whatever it executes; `data` goes into it.
+
+    Returns None, or what somebody else wrote who holds it.
+    """
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        _flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        with open(handle, "rb") as theirs:
+            return theirs.read()
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, data, 0)
+    os.set_inheritable(handle, True)
+    return None
+
+
 @contextmanager
 def claimed(path: Path, data: bytes, *, shared: bool = False) -> Iterator[bytes | None]:
     """Hold the lock of `path`, which stays, and write `data` into it; yields None.

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from dagster import DagsterRunStatus as Status
 from PIL import Image
 
 from mergepipe_pipeline.sensors.attempts import attempt_of
-from tests.dagster_layer.daemon import REPOSITORY, Daemon
+from tests.dagster_layer.daemon import REPOSITORY, Daemon, free_port, ui_command
 from tests.dagster_layer.test_failure_sensor import webhook
 from tests.ui.chromium import CHROMIUM, Page, browser
 from tests.ui.pages import ODD, ODD_NAN, VIEWS, odd_views, running, show, warehouse
@@ -89,6 +92,39 @@ def test_a_click_on_release_alone_publishes_nothing_that_a_check_refused(
     assert ODD_NAN in attempt_of(daemon.instance, run_id).error
     assert run.tags["dagster/will_retry"] == "false"  # though it may: it would be refused again
     assert not (daemon.home.refs_dir / "nightly_bad").exists()
+
+
+def test_a_second_ui_of_a_warehouse_serves_pages_alone_and_says_who_runs_the_rest(
+    deployed: tuple[Daemon, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    daemon, _ = deployed
+    port = free_port()
+    said = tmp_path / "said"
+    places = {"MERGEPIPE_HOME": str(daemon.home.root), "DAGSTER_HOME": str(daemon.folder)}
+    with said.open("wb") as log:
+        second = subprocess.Popen(
+            (*ui_command(), "--port", str(port)), env={**os.environ, **places}, stderr=log
+        )
+    try:
+        daemon.wait_for("its pages", lambda: is_served(port))
+        command = Path(f"/proc/{second.pid}/cmdline").read_bytes()
+        assert b"dagster_webserver" in command
+        begun = f"; its sensors run at http://127.0.0.1:{daemon.port}, process "
+        assert begun in said.read_text()
+    finally:
+        second.terminate()
+        second.wait(timeout=60)
+    first = Path(f"/proc/{daemon.processes()[0]}/cmdline").read_bytes()
+    assert b"dagster\0dev" in first
+
+
+def is_served(port: int) -> bool:
+    """Whether a webserver answers at a port."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/server_info", timeout=10) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
 
 
 def test_the_main_pages_say_what_they_should(
