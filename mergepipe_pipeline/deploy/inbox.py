@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -159,6 +160,19 @@ def reason_not_indexed(warehouse: Warehouse, name: str) -> str | None:
         return f"{name} cannot be read: {error.strerror}"
     since = time.strftime("%F %R", time.localtime(changed_ns / 1e9))
     return fault and f"{name} cannot be used as it is since {since}: {fault}"
+
+
+def arrivals_at_fault(warehouse: Warehouse) -> dict[str, str]:
+    """Why folders of the inbox are not indexed until somebody does something, by name."""
+    found: dict[str, str] = {}
+    for folder in _folders(warehouse.inbox) if warehouse.inbox.is_dir() else ():
+        with suppress(OSError):
+            token = token_at(warehouse, folder, stamps_of(folder)[0])
+            if arrival(warehouse, folder.name).indexed == token:
+                continue
+        if fault := reason_not_indexed(warehouse, folder.name):
+            found[folder.name] = fault
+    return dict(sorted(found.items()))
 
 
 def problem_now(warehouse: Warehouse, file: RecipeFile) -> str | None:

@@ -24,6 +24,7 @@ from mergepipe_pipeline.remote.address import is_address, is_hub_name, parse_add
 from mergepipe_pipeline.resolution.addresses import at_address, is_offline, look_again, on_hub
 from mergepipe_pipeline.resolution.names import free_name
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.storage.chain import NAME
 from mergepipe_pipeline.storage.hub_cache import cached_model
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.regular import text_of
@@ -85,7 +86,21 @@ def locate_checkpoint(
     near = partial(_near_path, text, relative_to)
     if is_hub_name(text) and not is_offline():
         return on_hub(catalog, text, revision, taken or {}, near)
+    _refuse_landed(warehouse, text)
     raise _unknown(catalog, text, near())
+
+
+def _refuse_landed(warehouse: Warehouse, text: str) -> None:
+    """Raise CheckpointError for the name of a folder of the inbox, which says why it waits."""
+    folder = warehouse.inbox / text
+    if NAME.fullmatch(text) and os.path.exists(folder):
+        open_checkpoint(str(folder), text)
+        raise CheckpointError(
+            "A model lies in the inbox and is not indexed yet",
+            where=str(folder),
+            next_step="let `mergepipe ui` index it, or register it: `mergepipe register "
+            f"{folder} --name {text}`",
+        )
 
 
 def registered_version(catalog: Catalog, text: str) -> Checkpoint:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from mergepipe_pipeline.contents.quarantine import is_quarantined, kept_out, quarantined_names
+from mergepipe_pipeline.deploy.inbox import arrivals_at_fault
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.evaluation.store import evaluations_of
 from mergepipe_pipeline.execution.lookup import provenance_of
@@ -31,8 +32,8 @@ class Listing:
     Rows of `checkpoints` have `pack_nbytes` of the largest pack, if there is one, and where `pack
     --replace` moved the files. Snapshots come in the order of their time.
     Rows of `quarantined` have an expert's name and the decisions about its contents that are kept
-    out; `is_now`: the registered one is. Rows of `damaged` have the kind (checkpoint, pack,
-    quarantine, snapshot, ref), the name and the reason.
+    out; `is_now`: the registered one is. Rows of `damaged` have the kind (arrival, checkpoint,
+    pack, quarantine, snapshot, ref), the name and the reason.
     """
 
     checkpoints: tuple[dict[str, Any], ...]
@@ -49,6 +50,8 @@ def ls(warehouse: Warehouse) -> Listing:
     refused = Marks(warehouse.stages).refusals()
     for snapshot in broken:
         damaged.add("snapshot", snapshot.folder.name, snapshot.error)
+    for name, fault in arrivals_at_fault(warehouse).items():
+        damaged.add("arrival", name, fault)
     kept_out_of = partial(_kept_out, warehouse)
     decided = damaged.rows("quarantine", quarantined_names(warehouse), kept_out_of)
     others = (
@@ -73,7 +76,7 @@ class _Damaged:
     def __init__(self) -> None:
         self.listed: list[dict[str, Any]] = []
 
-    def add(self, kind: str, name: str, error: MergePipeError) -> None:
+    def add(self, kind: str, name: str, error: MergePipeError | str) -> None:
         """Remember one."""
         row = {"kind": kind, "name": name, "reason": str(error)}
         self.listed.append({k: escaped(v) for k, v in row.items()})

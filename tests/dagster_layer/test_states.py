@@ -13,9 +13,13 @@ from dagster._core.storage.asset_check_execution_record import (
 
 from mergepipe_pipeline.assets.experts import USABLE, expert_index
 from mergepipe_pipeline.definitions import build_definitions
+from mergepipe_pipeline.errors import RecipeError
+from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.storage.permissions import this_user
 from mergepipe_pipeline.text import plain_of_markdown
 from mergepipe_pipeline.tick import Ticker
+from mergepipe_pipeline.verbs.check import check
+from mergepipe_pipeline.verbs.ls import ls
 from mergepipe_pipeline.verbs.quarantine import quarantine
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.conftest import Drop
@@ -66,6 +70,13 @@ def test_what_lands_damaged_or_half_has_a_failed_check_that_recipes_quote_until_
     assert "half cannot be used as it is since " in told
     assert first.name in told
     assert "damaged cannot be used as it is since " in told
+    with pytest.raises(RecipeError) as refused:
+        check(home, load_recipe(home.recipe_path("r"), home))
+    assert first.name in str(refused.value)
+    assert "A safetensors header" in str(refused.value)
+    rows = {row["name"]: row["reason"] for row in ls(home).damaged}
+    assert rows.keys() == {"damaged", "half"}
+    assert first.name in rows["half"]
     aside.rename(first)
     assert jobs(ticker.tick()) == ["half"]
     ticker.tick()
