@@ -74,10 +74,7 @@ def build_definitions(
             *(d for d in built if not isinstance(d, dg.AssetChecksDefinition)),
             *searches.assets,
         ],
-        asset_checks=[
-            usable,
-            *(d for d in built if isinstance(d, dg.AssetChecksDefinition)),
-        ],
+        asset_checks=[usable, *(d for d in built if isinstance(d, dg.AssetChecksDefinition))],
         jobs=[*_JOBS, *jobs, *traced.values(), *searches.jobs],
         schedules=[space_daily, *(chain.nightly for chain in chains if chain.nightly)],
         sensors=[

@@ -164,11 +164,10 @@ def build_recipe_sensor(
         instance = context.instance
         make_pools_known(instance)
         busy = recipes_under_way(instance)
-        are_known = is_known()
         requests, states = list[dg.RunRequest](), dict[str, str]()
         for file in recipe_files(mergepipe.warehouse):
             reason = problem_now(mergepipe.warehouse, file) or refused.get(file.token)
-            if not (are_known and layers.get(file.name) == file.layers):
+            if not (is_known() and layers.get(file.name) == file.layers):
                 reason = reason or LOADING
             asked = reason or request_or_reason(mergepipe, file, instance, busy, is_time=False)
             if isinstance(asked, dg.RunRequest):
