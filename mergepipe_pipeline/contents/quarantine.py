@@ -71,7 +71,7 @@ def quarantine_of(
 
 
 def decide(
-    warehouse: Warehouse, name: str, content: str, reason: str, *, is_kept_out: bool, by: str
+    warehouse: Warehouse, name: str, content: str, reason: str, *, is_kept_out: bool, by: str = ""
 ) -> Quarantine:
     """Keep a content out under a name, or let it in; what holds already is not decided again."""
     last = _decisions(warehouse, name).get(content)
