@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 
 from mergepipe_pipeline.remote.address import BUCKETS, HUB, Address, parse_address
 from mergepipe_pipeline.remote.clients import IN_FLIGHT
-from mergepipe_pipeline.remote.downloads import DownloadedFile
+from mergepipe_pipeline.remote.downloads import DownloadedFile, Stated
 from mergepipe_pipeline.remote.fetch import fetch
 from mergepipe_pipeline.remote.listing import Listing, Site
 from mergepipe_pipeline.remote.pieces import downloads
@@ -38,7 +38,8 @@ class Pinned:
             if path not in self._files:
                 get = partial(fetch, self.site, self.listing, file)
                 where, key = f"{self.listing.root}, {path}", self.listing.key(file)
-                self._files[path] = DownloadedFile(where, key, get, downloads(), requests())
+                stated = Stated(file.content, file.nbytes, file.new_hash) if file.content else None
+                self._files[path] = DownloadedFile(where, key, get, downloads(), requests(), stated)
             return self._files[path]
 
 
