@@ -12,6 +12,8 @@ from mergepipe_pipeline.snapshots.find import load_snapshot, read_manifest
 from mergepipe_pipeline.snapshots.stage import PROVENANCE
 from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.spec.snapshot import MANIFEST, Snapshot
+from mergepipe_pipeline.storage.chain import MOST_VERSIONS
+from mergepipe_pipeline.text import whole_number
 from mergepipe_pipeline.warehouse import Warehouse
 
 
@@ -58,8 +60,9 @@ def snapshot_of(warehouse: Warehouse, text: str) -> str:
     if text in refs:
         return refs.current(text).snapshot_id
     ref, _, number = text.rpartition("@")
-    if ref in refs and number.isdecimal():
-        return refs.target(ref, int(number)).snapshot_id
+    version = whole_number(number, MOST_VERSIONS)
+    if ref in refs and version is not None:
+        return refs.target(ref, version).snapshot_id
     return load_snapshot(warehouse.snapshots, text).snapshot_id
 
 

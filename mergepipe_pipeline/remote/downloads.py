@@ -75,7 +75,9 @@ class DownloadedFile:
         pieces: Pieces,
         pool: Executor,
         stated: Stated | None = None,
+        on_lie: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_lie` is called when the file is not what its server states."""
         self._where, self._key, self._fetch = where, key, fetch
         self._pieces, self._pool = pieces, pool
         self._lock = threading.Lock()
@@ -87,6 +89,7 @@ class DownloadedFile:
                 self._known.append(Piece(start, run.stop_byte, run, _there(), came=True))
                 at = run.stop_byte
         self._stated, self._comparing = stated, threading.Lock()
+        self._on_lie, self._had = on_lie, bool(self._known)
         self._hash: _Hash | None = None
         self._hashed_nbytes = 0
         self._came_nbytes = sum(p.nbytes for p in self._known)
@@ -197,19 +200,30 @@ class DownloadedFile:
         if found == stated.digest:
             self._pieces.prove(self._key)
             return
-        with self._lock:
-            self._pieces.drop(self._key)
-            self._known.clear()
-            self._hash, self._hashed_nbytes, self._came_nbytes = stated.new_hash(), 0, 0
+        self._hash = stated.new_hash()
+        self.drop_unproved()
+        self._on_lie()
         kind = "sha256" if len(found) == len(new_hash().hexdigest()) else "git blob"
         raise CorruptionError(
             "A server sends another file than it states",
             where=self._where,
             expected=f"{kind} {stated.digest}",
             found=f"{kind} {found}",
-            next_step="read the model from another server (HF_ENDPOINT, if it is set, names a "
-            "mirror); nothing of the file is kept",
+            next_step="run the same command again: a part was kept of what the server sent before, "
+            "and is not any more"
+            if self._had
+            else "read the model from another server (HF_ENDPOINT, if it is set, names a mirror); "
+            "nothing of the file is kept",
         )
+
+    def drop_unproved(self) -> None:
+        """Let all go that came and was not compared with what its server states."""
+        with self._lock:
+            if self._stated is None or self._hash is None:
+                return
+            self._pieces.drop(self._key)
+            self._known.clear()
+            self._hash, self._hashed_nbytes, self._came_nbytes = self._stated.new_hash(), 0, 0
 
     def _forget(self, piece: Piece) -> None:
         """Let who reads a piece next fetch it: it failed, is damaged, or somebody collected it."""

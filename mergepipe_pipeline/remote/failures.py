@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from json import JSONDecodeError
 
 from mergepipe_pipeline.errors import MergePipeError, RemoteError
+from mergepipe_pipeline.remote.listing import RequestError
 from mergepipe_pipeline.secrets import discreet
 
 _CODE = re.compile(r"<Code>(?P<code>[^<]*)</Code>(?:\s*<Message>(?P<message>[^<]*)</Message>)?")
@@ -36,6 +37,14 @@ def failures_named(where: str) -> Iterator[None]:
         yield
     except MergePipeError:
         raise
+    except RequestError as error:  # of what watches the hub's client
+        found = f"{error.reason} ({error.status})"
+        raise RemoteError(
+            "A server cannot be reached, or fails",
+            where=where,
+            found=found,
+            next_step=_NEXT["failed"],
+        ) from error
     except JSONDecodeError as error:
         raise no_hub(where, error) from error
     except Exception as error:

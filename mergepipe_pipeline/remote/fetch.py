@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from mergepipe_pipeline.errors import RemoteError
 from mergepipe_pipeline.remote.listing import Listing, RemoteFile, RequestError, Site
+from mergepipe_pipeline.remote.speed import LEAST_NBYTES, Speed
 from mergepipe_pipeline.remote.traffic import METER, Traffic
 
 T = TypeVar("T")
@@ -22,8 +23,6 @@ PAUSE_S, MOST_PAUSE_S = 0.25, 20.0
 _STEP_S = 0.2
 #: The longest wait that a server may ask for.
 MOST_ASKED_S = 120.0
-#: Bytes without which an attempt is no progress, and seconds in which so many must come.
-LEAST_NBYTES, PATIENCE_S = 64 << 10, 60.0
 
 
 class Abandoned(Exception):
@@ -71,7 +70,7 @@ def fetch(
     """
     buffer = bytearray(stop_byte - start_byte)
     done = tries = 0
-    speed = _Speed()
+    speed = Speed()
     while done < len(buffer):
         if not WANTED.is_any:
             raise Abandoned
@@ -97,28 +96,6 @@ def fetch(
             where = f"{listing.root}, {file.path}, {left}"
             _wait_or_give_up(failed, tries, "A server did not give a part of a file", where)
     return buffer
-
-
-class _Speed:
-    """Whether bytes come at all: not counted is the time between requests."""
-
-    def __init__(self) -> None:
-        self._nbytes, self._taken_s, self._since_s = 0, 0.0, 0.0
-
-    def begin(self) -> None:
-        """A request begins."""
-        self._since_s = time.monotonic()
-
-    def refuse_none(self, nbytes: int) -> None:
-        """Take bytes that came. Raises RequestError where they come too slowly for good."""
-        now_s = time.monotonic()
-        self._nbytes += nbytes
-        self._taken_s, self._since_s = self._taken_s + now_s - self._since_s, now_s
-        if self._nbytes >= LEAST_NBYTES:
-            self._nbytes, self._taken_s = 0, 0.0
-        elif self._taken_s > PATIENCE_S:
-            told = f"it sent {self._nbytes} bytes in {self._taken_s:.0f} s"
-            raise RequestError(told, "slow", retries=False)
 
 
 def tried(ask: Callable[[], T], where: str) -> T:

@@ -18,6 +18,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from mergepipe_pipeline.errors import RemoteError
 from mergepipe_pipeline.remote.listing import RequestError
+from mergepipe_pipeline.remote.speed import watched
 from mergepipe_pipeline.secrets import discreet
 
 Reach = Literal["public", "private", "loopback", "link-local"]
@@ -108,13 +109,14 @@ def guarded(client: Any, given: str) -> Any:
 
 
 class _Guard:
-    """Looks at every answer before the client follows it."""
+    """Looks at every answer before the client follows it, and at its body while it is read."""
 
     def __init__(self, given: str) -> None:
         self._given = given
 
     def __call__(self, answer: Any) -> None:
         refuse_other_peer(self._given, answer)
+        answer.stream = watched(answer.stream)
         if answer.has_redirect_location:
             permitted(self._given, str(answer.url), answer.headers["location"])
 

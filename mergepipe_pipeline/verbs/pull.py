@@ -14,6 +14,8 @@ from mergepipe_pipeline.snapshots.provenance_form import provenance_from
 from mergepipe_pipeline.snapshots.stage import PROVENANCE, stage_snapshot
 from mergepipe_pipeline.spec.outcome import StoredObject
 from mergepipe_pipeline.spec.snapshot import Manifest, Snapshot
+from mergepipe_pipeline.storage.chain import MOST_VERSIONS
+from mergepipe_pipeline.text import whole_number
 from mergepipe_pipeline.warehouse import BUCKET, Warehouse
 
 
@@ -94,8 +96,9 @@ def _snapshot_id(mirror: Mirror, what: str) -> str:
     name, _, number = what.rpartition("@")
     if what in versions:
         return mirror.version(what, versions[what][-1]).snapshot_id
-    if name in versions and number.isdecimal():
-        return mirror.version(name, int(number)).snapshot_id
+    version = whole_number(number, MOST_VERSIONS)
+    if name in versions and version is not None:
+        return mirror.version(name, version).snapshot_id
     matching = [i for i in mirror.snapshot_ids() if what and i.startswith(what)]
     if len(matching) == 1:
         return matching[0]

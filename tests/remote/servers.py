@@ -214,7 +214,7 @@ class HubServer(Server):
         self.folder = folder
         self.private: set[str] = set()
         self.gated: set[str] = set()
-        self.token = "hf_test"
+        self.token, self.signature = "hf_test", "1"
         self.revisions: dict[str, Path] = {}
         #: What it says that a file has, of the bytes that it has.
         self.told_nbytes: Callable[[int], int | None] = lambda nbytes: nbytes
@@ -289,7 +289,9 @@ class HubHandler(Handler):
         size = str(file.stat().st_size)
         headers |= {"X-Linked-Etag": f'"{_digest(file)}"', "X-Linked-Size": size}
         port = self.server.server_address[1]
-        headers["Location"] = f"http://localhost:{port}/cdn/{repo}/{name}?signature=1"
+        headers["Location"] = (
+            f"http://localhost:{port}/cdn/{repo}/{name}?signature={self.server.signature}"
+        )
         self.reply(302, headers)
 
     def _refuse(self, status: int, code: str, said: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError, RemoteError
-from mergepipe_pipeline.remote import fetch, redirects
+from mergepipe_pipeline.remote import redirects, speed
 from mergepipe_pipeline.remote.redirects import permitted
 from mergepipe_pipeline.remote.source import RemoteSource
 from mergepipe_pipeline.remote.web import asked_s
@@ -248,14 +248,16 @@ def test_a_server_that_gives_a_byte_a_request_is_given_up(
 
 
 def test_a_server_that_drips_is_given_up(
-    folder: FolderServer, monkeypatch: pytest.MonkeyPatch
+    folder: FolderServer, hub: HubServer, home: Warehouse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetch, "PATIENCE_S", 0.3)
-    folder.drip_s = 0.05
+    monkeypatch.setattr(speed, "PATIENCE_S", 0.3)
+    folder.drip_s = hub.drip_s = 0.05
     began = time.monotonic()
     with (
         RemoteSource(f"{folder.url}/base") as source,
         pytest.raises(RemoteError, match=r"it sent \d+ bytes in 0 s"),
     ):
         source.read_range(WEIGHTS, 0, 1000)
+    with pytest.raises(RemoteError, match=r"it sent \d+ bytes in 0 s"):
+        locate_checkpoint(home, "hf://org/base")
     assert time.monotonic() - began < 10
