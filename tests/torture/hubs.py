@@ -46,7 +46,8 @@ _FAULTS = (
 )
 _WISHES = ("0", "²", "9" * 5000, "-1", "Wed, 21 Oct 2015 07:28:00 GMT", "Wed, 99 Oct 9999 1:1:1")
 _FILES = (".safetensors", ".json", "")
-_INSIDE = "http://169.254.169.254/latest"
+#: What clouds tell their machines; a port where nobody answers, since buckets' client goes there.
+_INSIDE, _CLOSED = "http://169.254.169.254/latest", "http://127.0.0.1:9/"
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class Hubs:
         honest = self._server(one) if one.kind == "mirror" else server
         problems: list[Problem] = []
         with _running(server, one):
-            codes = self._ask(one, server, folder, problems)
+            codes = self._ask(one, server, folder, problems, patience_s=1.0)
         refused = any(codes)
         problems += self._look(one, folder, f"{one}", right=not refused)
         with _running(honest, None):
@@ -129,7 +130,14 @@ class Hubs:
             return S3FolderServer(self._served)
         return FolderServer(self._served, "weak" if one.fault == "weak" else "etag")
 
-    def _ask(self, one: Try, server: Server, folder: Path, problems: list[Problem]) -> list[int]:
+    def _ask(
+        self,
+        one: Try,
+        server: Server,
+        folder: Path,
+        problems: list[Problem],
+        patience_s: float = 60.0,
+    ) -> list[int]:
         place = {"hub": "hf://org", "mirror": "hf://org", "s3": "s3://box/org"}
         at = place.get(one.kind, f"{server.url}/org")
         recipe, out = folder / "r.yml", folder / "out"
@@ -144,7 +152,7 @@ class Hubs:
             done = child.run(
                 [*filled, "--home", str(folder / "w")],
                 folder / "logs",
-                before=partial(_environment, server.url, folder),
+                before=partial(_environment, server.url, folder, patience_s),
                 hangs_s=_HANGS_S,
             )
             problems += judge.ending(done, f"{one}, {args[0]}")
@@ -178,7 +186,7 @@ def _files(folder: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in found if p.name.startswith(("model", "token", "conf"))}
 
 
-def _environment(url: str, folder: Path) -> None:
+def _environment(url: str, folder: Path, patience_s: float) -> None:
     """Let the child ask this server, wait for milliseconds, and keep what comes in the folder."""
     from huggingface_hub import constants
 
@@ -191,7 +199,7 @@ def _environment(url: str, folder: Path) -> None:
         "HF_HUB_CACHE": str(folder / "cache"),
         "MERGEPIPE_DOWNLOADS": str(folder / "downloads"),
     }
-    fetch.PAUSE_S, speed.PATIENCE_S = 0.002, 0.5
+    fetch.PAUSE_S, speed.PATIENCE_S = 0.002, patience_s
 
 
 @contextmanager
@@ -227,7 +235,7 @@ def _fault(one: Try) -> Callable[[str, str, int], Fault]:
         if one.method not in ("", method) or number % one.every:
             return None
         if one.fault == "redirect":
-            return _INSIDE
+            return _CLOSED if one.kind == "s3" else _INSIDE
         return int(one.fault) if one.fault.isdecimal() else one.fault
 
     return fault
