@@ -36,7 +36,7 @@ class BucketSite:
     def listing(self) -> Listing:
         """One listing of the prefix gives names, sizes and ETags. Raises RemoteError."""
         METER.count(self._address.text, Traffic(requests=1))
-        store = bucket_store(self._address.folder)
+        store = bucket_store(self._address.folder, timeout_s=TIMEOUT_S)
         try:
             objects: list[Any] = list(need("obstore").list_with_delimiter(store)["objects"])
         except Exception as error:

@@ -68,7 +68,8 @@ def bucket_store(
         # Said by the endpoint itself, as of a server in one's own house.
         "allow_http": _endpoint(address.scheme).startswith("http://"),
     }
-    retry = {"max_retries": max_retries, "retry_timeout": timedelta(minutes=3)}
+    patience = timedelta(seconds=timeout_s) if timeout_s else timedelta(minutes=3)
+    retry = {"max_retries": max_retries, "retry_timeout": patience}
     sums = {"checksum_algorithm": "SHA256"} if writing and address.scheme == "s3" else {}
     try:
         return from_url(address.text, client_options=options, retry_config=retry, **sums)

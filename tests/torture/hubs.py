@@ -190,7 +190,7 @@ def _environment(url: str, folder: Path, patience_s: float) -> None:
     """Let the child ask this server, wait for milliseconds, and keep what comes in the folder."""
     from huggingface_hub import constants
 
-    from mergepipe_pipeline.remote import fetch, speed
+    from mergepipe_pipeline.remote import buckets, fetch, speed
 
     constants.HF_HUB_OFFLINE = False
     os.environ.pop("HF_HUB_OFFLINE", None)
@@ -200,6 +200,7 @@ def _environment(url: str, folder: Path, patience_s: float) -> None:
         "MERGEPIPE_DOWNLOADS": str(folder / "downloads"),
     }
     fetch.PAUSE_S, speed.PATIENCE_S = 0.002, patience_s
+    vars(buckets)["TIMEOUT_S"] = 10.0
 
 
 @contextmanager
