@@ -206,10 +206,12 @@ def _environment(url: str, folder: Path, patience_s: float) -> None:
 @contextmanager
 def _running(server: Server, one: Try | None) -> Iterator[None]:
     """The server in a process, with the fault of a try or none."""
-    pid = os.fork()
+    parent, pid = os.getpid(), os.fork()
     if pid == 0:
         try:
             _break(server, one)
+            # A worker that is stopped at the campaign's end leaves no server behind.
+            server.service_actions = lambda: None if os.getppid() == parent else os._exit(0)  # type: ignore[method-assign]
             server.serve_forever(0.05)
         finally:
             os._exit(0)
