@@ -178,12 +178,12 @@ def _snapshot(file: RecipeFile) -> dg.AssetsDefinition:
         **labels(file, "huggingface", "safetensors"),
     )
     @as_failure
-    def snapshot(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
+    def snapshot(mergepipe: MergePipe, engine: Engine) -> dg.MaterializeResult[None]:
         """Makes the merged model: a folder that transformers loads, and that never changes.
 
         It appears whole, by one rename. The checks read each of its bytes before it is released.
         """
-        made, cost = snapshot_recipe(mergepipe.warehouse, file.name)
+        made, cost = snapshot_recipe(mergepipe.warehouse, file.name, engine.options)
         plan = current_plan(mergepipe.warehouse, file.name)
         selectors = by_expert(plan.request.selected)
         return dg.MaterializeResult(

@@ -120,8 +120,7 @@ def _copy(source: Path, target: Path, sha256: str) -> None:
             where=str(source),
             expected=f"sha256 {sha256[:16]}",
             found=f"sha256 {digest[:16]}",
-            next_step="run `mergepipe verify` on the snapshot to see where; remove its folder and "
-            "the object that the file links to, then merge again",
+            next_step="merge its recipe again: it is made anew, and the damaged one is set aside",
         )
 
 

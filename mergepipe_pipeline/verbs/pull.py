@@ -5,7 +5,7 @@ from __future__ import annotations
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundError
 from mergepipe_pipeline.execution.plan_leases import staging as staging_of
 from mergepipe_pipeline.progress import Progress, Silent
-from mergepipe_pipeline.snapshots.commit import commit_snapshot
+from mergepipe_pipeline.snapshots.commit import commit_snapshot, damage_of
 from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.snapshots.leases import Need
 from mergepipe_pipeline.snapshots.marks import Marks
@@ -26,14 +26,15 @@ def pull(
 
     `what` is a ref, `REF@VERSION`, an id or a unique prefix in the bucket, not here; `source` the
     address of a bucket, by default MERGEPIPE_BUCKET; from another one, later merges reuse nothing.
-    Nothing is published. Raises NotFoundError, CorruptionError for what is damaged there, and
-    RemoteError.
+    Nothing is published. One that is here and damaged is made anew. Raises NotFoundError,
+    CorruptionError for what is damaged there, and RemoteError.
     """
     mirror, progress = _mirror(warehouse, source), progress or Silent()
     snapshot_id = _snapshot_id(mirror, what)
     need = Need(snapshot_ids=frozenset([snapshot_id]))
     with warehouse.leases.hold(need, "pull"):
-        if snapshot_id in {p.name for p in warehouse.snapshots.glob("*")}:
+        is_here = snapshot_id in {p.name for p in warehouse.snapshots.glob("*")}
+        if is_here and damage_of(warehouse.snapshots / snapshot_id) is None:
             return load_snapshot(warehouse.snapshots, snapshot_id)
         manifest = mirror.manifest(snapshot_id)
         keys = frozenset(s.layer_key for s in manifest.shards)
@@ -71,7 +72,7 @@ def _pulled(
             for action_key, stored in mirror.actions(shard):
                 store.record(action_key, stored)
         staged = stage_snapshot(staging, manifest, store, sides, provenance)
-        snapshot = commit_snapshot(staged, warehouse.snapshots)
+        snapshot = commit_snapshot(staged, warehouse.snapshots, warehouse.new_quarantine)
     Marks(warehouse.stages).mark(snapshot.snapshot_id, is_stage=False, is_new=True)
     return snapshot
 
