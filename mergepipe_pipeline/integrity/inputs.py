@@ -15,7 +15,12 @@ from mergepipe_pipeline.contents.away import present_root
 from mergepipe_pipeline.contents.rests import damaged_rest_named, refuse_damaged_rest
 from mergepipe_pipeline.contents.side_file_digests import missing_files, refuse_changed_file
 from mergepipe_pipeline.digest import SEGMENT_DIGEST_NBYTES
-from mergepipe_pipeline.errors import CheckpointChangedError, CorruptionError, MergePipeError
+from mergepipe_pipeline.errors import (
+    CheckpointChangedError,
+    CheckpointError,
+    CorruptionError,
+    MergePipeError,
+)
 from mergepipe_pipeline.execution.lookup import provenance_of
 from mergepipe_pipeline.integrity.auditor import Auditor
 from mergepipe_pipeline.progress import Advance, Progress
@@ -200,7 +205,7 @@ def _is_of_rest(folder: Path, audit: Auditor) -> bool:
     """Whether what stays beside a pack is damaged, which is reported then."""
     try:
         refuse_damaged_rest(folder)
-    except CorruptionError as error:
+    except (CheckpointError, CorruptionError) as error:
         audit.report("inputs", folder, error)
         return True
     return False

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mergepipe_pipeline.digest import seal, unseal
-from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.errors import CheckpointError, CorruptionError
 from mergepipe_pipeline.spec.checkpoint import AWAY, Checkpoint
 from mergepipe_pipeline.storage.atomic import make_dirs, remove_tree, rename, write_atomic
 from mergepipe_pipeline.storage.hashing import file_sha256
@@ -151,11 +151,16 @@ class ReplacedStore:
         return _rest(self.path(checkpoint_id), number)
 
     def refuse_damaged_rest(self, record: Replaced) -> None:
-        """Raise CorruptionError naming the first rest that is not what was written; reads all."""
+        """Raise CorruptionError naming the first rest that is not what was written; reads all.
+
+        Raises CheckpointError if nothing is left of the record: the files came back meanwhile.
+        """
         for number, file in enumerate(record.files):
             path = self.rest(record.checkpoint_id, number)
             sha256 = file_sha256(path) if path.is_file() else "no file"
             if file.rest_sha256 not in ("", sha256):
+                if not self.path(record.checkpoint_id).exists():
+                    raise came_back(self.path(record.checkpoint_id))
                 raise CorruptionError(
                     "What gives an expert's file back was changed after it was written",
                     where=f"{path}, for {file.path} of {record.name}",
@@ -163,6 +168,17 @@ class ReplacedStore:
                     found=sha256 if sha256 == "no file" else f"sha256 {sha256[:16]}",
                     next_step=record.bring_back,
                 )
+
+
+def came_back(folder: Path) -> CheckpointError:
+    """The error that a record is gone with all that lay beside it in its folder."""
+    return CheckpointError(
+        "Nothing gives the files of a checkpoint that was moved away",
+        where=str(folder),
+        expected="what `pack --replace` left of them",
+        found="nothing: they came back meanwhile, or somebody removed it",
+        next_step="run the same command again",
+    )
 
 
 @contextmanager

@@ -36,10 +36,10 @@ def commit_snapshot(
     return load_snapshot(snapshots, staged.name)
 
 
-def damage_of(folder: Path) -> CorruptionError | None:
-    """What is wrong with a snapshot, of which every byte is read; None if nothing is."""
+def damage_of(folder: Path, *, is_copy: bool = False) -> CorruptionError | None:
+    """What is wrong with a snapshot or a copy, of which every byte is read; None if nothing is."""
     try:
-        verify_snapshot(folder)
+        verify_snapshot(folder, is_copy=is_copy)
     except CorruptionError as error:
         return error
     return None

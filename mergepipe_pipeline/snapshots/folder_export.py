@@ -195,7 +195,7 @@ def staging_beside(out: Path) -> Iterator[Path]:
 
     An export that lives holds a lock on its folder, which the system takes from one that is killed.
     """
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_dirs(out.parent)
     staged = out.parent / staging_name(out, uuid.uuid4().hex[:8])
     with ExitStack() as ours:
         with locked_there(out.parent):  # none is seen between its making and its locking
