@@ -1,6 +1,6 @@
 """`python -m tests.torture [CAMPAIGN …] [--seed N] [--short]`: prints a table, exit 1 if it finds.
 
-Campaigns: faults, kills, flips, hostile, states, hubs; without one, all.
+Campaigns: faults, kills, flips, hostile, states, hubs, rot; without one, all.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from tests.torture.flips import Flips
 from tests.torture.hostile import Hostile
 from tests.torture.hubs import Hubs
 from tests.torture.kills import Kills
+from tests.torture.rot import Rot
 from tests.torture.scenes import RECIPES, learn_ids
 from tests.torture.states import States
 from tests.torture.tally import COLUMNS, Outcome, Problem, Tally
@@ -37,6 +38,7 @@ CAMPAIGNS = {
     "hostile": Hostile,
     "states": States,
     "hubs": Hubs,
+    "rot": Rot,
 }
 _SHOWN = 12
 
