@@ -62,6 +62,17 @@ def verify_inputs(
     with progress.task("verify inputs", sum(c.nbytes for c, _ in analysed)) as advance:
         for checkpoint, digests in analysed:
             _verify(warehouse, checkpoint, digests, audit, advance)
+    _pass_over_returned(inputs, audit)
+
+
+def _pass_over_returned(inputs: Sequence[_Input], audit: Auditor) -> None:
+    """Make notes of those that `unpack` gave their files back while they were read from packs."""
+    folders = {name: Path(root.removeprefix(AWAY)) for name, root, _ in inputs if AWAY in root}
+    returned = {name: folder for name, folder in folders.items() if not folder.exists()}
+    for folder in returned.values():
+        audit.withdraw(folder)
+    if returned:
+        audit.notes.append(f"came back meanwhile, and not compared: {', '.join(returned)}")
 
 
 def _registered(catalog: Catalog) -> Iterator[_Input]:

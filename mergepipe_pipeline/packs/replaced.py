@@ -121,6 +121,8 @@ class ReplacedStore:
         except (FileNotFoundError, IsADirectoryError):
             if not path.parent.is_dir():
                 return None
+            if path.is_file():  # `pack --replace` has put it there since
+                return self.find(checkpoint_id)
             raise CorruptionError(
                 "The record of an expert that was moved away is missing",
                 where=str(path),

@@ -5,15 +5,20 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.errors import CheckpointError, MergePipeError
+from mergepipe_pipeline.progress import Advance, Silent
 from mergepipe_pipeline.storage import atomic
 from mergepipe_pipeline.verbs.pack import Packed, pack
 from mergepipe_pipeline.verbs.replace import Moved, move_to_cold, unpack
+from mergepipe_pipeline.verbs.verify_all import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.packs.test_replace import files_in, with_side_files
 from tests.snapshots.tiny import Crash, count_steps, crash_at
@@ -113,3 +118,37 @@ def test_a_move_that_is_killed_at_any_step_leaves_the_files_or_what_gives_them_b
         assert move(packed, cold).nbytes == sum(len(data) for data, _ in before.values())
         assert not list(tmp_path.glob("*e0*"))
         assert files_in(cold / "e0") == before
+
+
+def test_what_reads_an_expert_from_its_pack_while_it_is_unpacked_is_told_no_corruption(
+    packed: tuple[Warehouse, Packed], cold: Path, tmp_path: Path
+) -> None:
+    home, _ = packed
+    move(packed, cold)
+    waits, goes_on = threading.Event(), threading.Event()
+
+    class Waiting(Silent):
+        @contextmanager
+        def task(self, label: str, total_nbytes: int) -> Iterator[Advance]:
+            """As `Silent`, while others go on."""
+            waits.set()
+            assert goes_on.wait(30)
+            yield lambda nbytes: None
+
+    with ThreadPoolExecutor() as pool:
+        elsewhere = pool.submit(unpack, home, "e0", tmp_path / "elsewhere", Waiting())
+        assert waits.wait(30)
+        unpack(home, "e0")
+        goes_on.set()
+        with pytest.raises(CheckpointError, match="came back meanwhile"):
+            elsewhere.result()
+        move(packed, cold)
+        for event in (waits, goes_on):
+            event.clear()
+        verified = pool.submit(lambda: verify_all(home, ("inputs",), progress=Waiting()))
+        assert waits.wait(30)
+        unpack(home, "e0")
+        goes_on.set()
+        report = verified.result()
+    assert report.findings == ()
+    assert "came back meanwhile, and not compared: e0" in report.notes
