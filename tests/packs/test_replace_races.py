@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from mergepipe_pipeline.errors import CheckpointError, MergePipeError
+from mergepipe_pipeline.integrity.auditor import Scope
 from mergepipe_pipeline.progress import Advance, Silent
 from mergepipe_pipeline.storage import atomic
 from mergepipe_pipeline.verbs.pack import Packed, pack
@@ -22,6 +23,9 @@ from mergepipe_pipeline.verbs.verify_all import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.packs.test_replace import files_in, with_side_files
 from tests.snapshots.tiny import Crash, count_steps, crash_at
+
+
+INPUTS: tuple[Scope, ...] = ("inputs",)
 
 
 @pytest.fixture(params=["another file system", "a copy is there"])
@@ -145,7 +149,7 @@ def test_what_reads_an_expert_from_its_pack_while_it_is_unpacked_is_told_no_corr
         move(packed, cold)
         for event in (waits, goes_on):
             event.clear()
-        verified = pool.submit(lambda: verify_all(home, ("inputs",), progress=Waiting()))
+        verified = pool.submit(lambda: verify_all(home, INPUTS, progress=Waiting()))
         assert waits.wait(30)
         unpack(home, "e0")
         goes_on.set()
