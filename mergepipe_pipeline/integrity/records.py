@@ -17,6 +17,7 @@ from typing import Any
 
 from mergepipe_pipeline.catalog import formats
 from mergepipe_pipeline.catalog.file_checks import verify_sealed
+from mergepipe_pipeline.contents.places import read_place
 from mergepipe_pipeline.digest import unseal
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.evaluation.store import read as read_evaluation
@@ -54,6 +55,8 @@ def verify_structure(warehouse: Warehouse, audit: Auditor) -> None:
     ):
         for path in _files(folder, "*.*.*"):
             audit.check("structure", path, partial(verify_sealed, path), is_derivable=True)
+    for path in _files(warehouse.catalog_dir / formats.PLACES, "*/*.json"):
+        audit.check("structure", path, partial(read_place, path), is_derivable=True)
     _verify_chains(warehouse.catalog_dir / "names", {"checkpoint_id", "root", "base"}, audit)
     _verify_chains(warehouse.catalog_dir / "tags", {"tags"}, audit)
     _verify_chains(warehouse.refs_dir, {"snapshot_id", "reason"}, audit)
