@@ -49,14 +49,7 @@ _OLD_S = 3600.0
 
 def verify_structure(warehouse: Warehouse, audit: Auditor) -> None:
     """Look at every file but weights."""
-    for folder in (
-        *(warehouse.catalog_dir / version for version in _FORMATS),
-        warehouse.token_rows,
-    ):
-        for path in _files(folder, "*.*.*"):
-            audit.check("structure", path, partial(verify_sealed, path), is_derivable=True)
-    for path in _files(warehouse.catalog_dir / formats.PLACES, "*/*.json"):
-        audit.check("structure", path, partial(read_place, path), is_derivable=True)
+    _verify_facts(warehouse, audit)
     _verify_chains(warehouse.catalog_dir / "names", {"checkpoint_id", "root", "base"}, audit)
     _verify_chains(warehouse.catalog_dir / "tags", {"tags"}, audit)
     _verify_chains(warehouse.refs_dir, {"snapshot_id", "reason"}, audit)
@@ -99,6 +92,17 @@ def verify_structure(warehouse: Warehouse, audit: Auditor) -> None:
         if snapshot is not None:
             audit.check("structure", folder, partial(_check_files, snapshot, audit))
     _note_leftovers(warehouse, audit)
+
+
+def _verify_facts(warehouse: Warehouse, audit: Auditor) -> None:
+    for folder in (
+        *(warehouse.catalog_dir / version for version in _FORMATS),
+        warehouse.token_rows,
+    ):
+        for path in _files(folder, "*.*.*"):
+            audit.check("structure", path, partial(verify_sealed, path), is_derivable=True)
+    for path in _files(warehouse.catalog_dir / formats.PLACES, "*/*.json"):
+        audit.check("structure", path, partial(read_place, path), is_derivable=True)
 
 
 def snapshot_folders(warehouse: Warehouse) -> list[Path]:

@@ -65,14 +65,19 @@ class Twins:
         draw = Random(seed)
         for number in range(self._count):
             model = draw.choice(list(_INPUTS))
+            recipe = draw.choice(_INPUTS[model])
+            history = _HISTORIES[(number + number // len(_VERBS)) % len(_HISTORIES)]
+            verb = _VERBS[number % len(_VERBS)]
+            if recipe == "budget" and (history == "packed" or verb == "pack"):
+                recipe = "full"  # a budget buys other parts of experts that have packs
             yield Try(
                 draw.randrange(1 << 30),
                 model,
-                draw.choice(_INPUTS[model]),
+                recipe,
                 draw.randint(1, 40),
-                _HISTORIES[(number + number // 8) % len(_HISTORIES)],
+                history,
                 draw.choice(_WAYS),
-                _VERBS[number % len(_VERBS)],
+                verb,
             )
 
     def judge(self, one: Try, folder: Path) -> Outcome:
@@ -235,7 +240,6 @@ class _Scene:
     def _recipe(self, model: Path) -> str:
         """The file of the recipe with this folder in the model's place."""
         path = self._folder / f"{sha256(str(model).encode()).hexdigest()[:8]}.yml"
-        # A prefix of no other path.
         text = recipes(self._world)[self._one.recipe].replace(str(self._place), str(model))
         path.write_text(text)
         return str(path)
