@@ -22,7 +22,7 @@ from tests.torture.child import Done
 from tests.torture.tally import Outcome, Problem
 from tests.torture.world import recipes
 
-_SHORT, _LONG = 8, 600
+_SHORT, _LONG = 6, 600
 _INPUTS = {
     "base": ("full", "budget", "staged", "adapted"),
     "expert_00": ("full", "other", "budget", "staged", "adapted"),
