@@ -24,7 +24,6 @@ from mergepipe_pipeline.warehouse import Warehouse
 from tests.packs.test_replace import files_in, with_side_files
 from tests.snapshots.tiny import Crash, count_steps, crash_at
 
-
 INPUTS: tuple[Scope, ...] = ("inputs",)
 
 
