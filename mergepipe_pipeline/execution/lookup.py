@@ -11,6 +11,7 @@ from mergepipe_pipeline.execution.plan_store import load_plan
 from mergepipe_pipeline.snapshots.find import load_snapshot, read_manifest
 from mergepipe_pipeline.snapshots.stage import PROVENANCE
 from mergepipe_pipeline.spec.plan import MergePlan
+from mergepipe_pipeline.spec.request import Request, RequestedModel
 from mergepipe_pipeline.spec.snapshot import MANIFEST, Snapshot
 from mergepipe_pipeline.storage.chain import MOST_VERSIONS
 from mergepipe_pipeline.text import whole_number
@@ -52,6 +53,23 @@ def provenance_of(snapshot: Snapshot) -> dict[str, Any]:
             next_step="copy the whole folder of the snapshot",
         )
     return unseal(path.read_bytes(), str(path))
+
+
+def request_of(snapshot: Snapshot) -> Request:
+    """How a snapshot was asked for; of one that no recipe made, its inputs alone.
+
+    Raises CorruptionError.
+    """
+    made = provenance_of(snapshot)
+    if "request" in made:
+        return Request.from_json(made["request"])
+    inputs = zip(snapshot.manifest.inputs, made["sources"], strict=True)
+    return Request(
+        models=tuple(
+            RequestedModel(i.name, i.name, s["root"], s["checkpoint_id"], i.content_sha256)
+            for i, s in inputs
+        )
+    )
 
 
 def snapshot_of(warehouse: Warehouse, text: str) -> str:

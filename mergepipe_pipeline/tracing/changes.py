@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from mergepipe_pipeline.catalog.catalog import Registration
 from mergepipe_pipeline.contents.tensor_digests import content_of
 from mergepipe_pipeline.errors import MergePipeError, NotFoundError
-from mergepipe_pipeline.execution.lookup import provenance_of
+from mergepipe_pipeline.execution.lookup import provenance_of, request_of
 from mergepipe_pipeline.recipe.yaml_text import read_documents
 from mergepipe_pipeline.spec.layers import layer_order
 from mergepipe_pipeline.spec.request import Request
@@ -75,8 +75,8 @@ class Changes:
 
 def changes_between(warehouse: Warehouse, live: Snapshot, other: Snapshot) -> Changes:
     """What differs from `live` to `other`. Raises CorruptionError for a damaged provenance."""
-    records = [provenance_of(s) for s in (live, other)]
-    before, after = (Request.from_json(p["request"]) for p in records)
+    recipes = [provenance_of(s).get("recipe", "") for s in (live, other)]
+    before, after = request_of(live), request_of(other)
     shards = {s.layer: s.sha256 for s in live.manifest.shards}
     other_shards = {s.layer: s.sha256 for s in other.manifest.shards}
     differ = {
@@ -89,7 +89,7 @@ def changes_between(warehouse: Warehouse, live: Snapshot, other: Snapshot) -> Ch
         live.snapshot_id,
         other.snapshot_id,
         tuple(_inputs(warehouse, (live, before), (other, after))),
-        requests[0] != requests[1] or _said(records[0]["recipe"]) != _said(records[1]["recipe"]),
+        requests[0] != requests[1] or _said(recipes[0]) != _said(recipes[1]),
         tuple(sorted(differ, key=layer_order)),
         len(other_shards),
     )
