@@ -7,8 +7,9 @@ file again, bit for bit.
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from mergepipe_pipeline.storage.atomic import make_dirs, remove_tree, rename, wr
 from mergepipe_pipeline.storage.hashing import file_sha256
 from mergepipe_pipeline.storage.permissions import permissions_of
 from mergepipe_pipeline.storage.roots import Roots
+from mergepipe_pipeline.storage.source import LocalSource
 
 #: The file that describes the others beside it.
 RECORD = "record.json"
@@ -198,25 +200,40 @@ def original_named(record: Replaced, pack: Path) -> Iterator[None]:
 
 
 def files_of(
-    root: Path, checkpoint: Checkpoint, packed: Mapping[str, str]
+    root: Path,
+    checkpoint: Checkpoint,
+    packed: Mapping[str, str],
+    names: Iterable[str] | None = None,
 ) -> tuple[MovedFile, ...]:
-    """All files below a checkpoint's folder, hashed, with the places of packed tensors.
+    """Files of a checkpoint's folder, hashed, with the places of packed tensors.
 
-    `packed`: the pack's name of each tensor of the checkpoint. Raises CorruptionError for what is
-    no regular file.
+    Args:
+        root: the folder.
+        checkpoint: what it holds.
+        packed: the pack's name of each tensor of the checkpoint.
+        names: the files, by default all below the folder.
+
+    Raises CheckpointError for what is no regular file, or a link that leaves the folder.
     """
+    if names is None:
+        paths = sorted(p for p in root.rglob("*") if p.is_symlink() or not p.is_dir())
+        names = [str(p.relative_to(root)) for p in paths]
     files = []
-    for path in sorted(p for p in root.rglob("*") if p.is_symlink() or not p.is_dir()):
-        name = str(path.relative_to(root))
-        places = sorted(
-            (t.start_byte, packed[t.name], t.nbytes)
-            for t in checkpoint.tensors
-            if t.file == name and t.name in packed
-        )
-        sha256, stat = file_sha256(path), path.stat()
-        tensors = tuple((tensor, start, nbytes) for start, tensor, nbytes in places)
-        mode = permissions_of(path)
-        files.append(MovedFile(name, stat.st_size, stat.st_mtime_ns, sha256, tensors, mode=mode))
+    with LocalSource(root, "exact") as source:
+        for name in sorted(names):
+            places = sorted(
+                (t.start_byte, packed[t.name], t.nbytes)
+                for t in checkpoint.tensors
+                if t.file == name and t.name in packed
+            )
+            tensors = tuple((tensor, start, nbytes) for start, tensor, nbytes in places)
+            with source.lent(name) as (descriptor, _):
+                stat = os.fstat(descriptor)
+                sha256 = file_sha256(Path(f"/proc/self/fd/{descriptor}"))
+            mode = permissions_of(root / name)
+            files.append(
+                MovedFile(name, stat.st_size, stat.st_mtime_ns, sha256, tensors, mode=mode)
+            )
     return tuple(files)
 
 
@@ -234,9 +251,10 @@ def write_record(staged: Path, record: Replaced, roots: Roots) -> Replaced:
     """
     make_dirs(staged)
     files = []
-    for number, file in enumerate(record.files):
-        write_atomic(_rest(staged, number), _without_tensors(Path(record.root), file))
-        files.append(replace(file, rest_sha256=file_sha256(_rest(staged, number))))
+    with LocalSource(record.root, "exact") as source:
+        for number, file in enumerate(record.files):
+            write_atomic(_rest(staged, number), _without_tensors(source, file))
+            files.append(replace(file, rest_sha256=file_sha256(_rest(staged, number))))
     written = replace(record, files=tuple(files))
     put_record(staged, written, roots)
     return written
@@ -269,12 +287,12 @@ def restored(
             at = start + nbytes
 
 
-def _without_tensors(root: Path, file: MovedFile) -> Iterator[bytes]:
-    with (root / file.path).open("rb") as whole:
-        at = 0
-        for _, start, nbytes in (*file.tensors, ("", file.nbytes, 0)):
-            yield from _read(whole.read, start - at, root / file.path)
-            at = whole.seek(start + nbytes)
+def _without_tensors(source: LocalSource, file: MovedFile) -> Iterator[bytes]:
+    at = 0
+    for _, start, nbytes in (*file.tensors, ("", file.nbytes, 0)):
+        for first in range(at, start, _PIECE_NBYTES):
+            yield source.read_range(file.path, first, min(_PIECE_NBYTES, start - first))
+        at = start + nbytes
 
 
 def _read(read: Callable[[int], bytes], nbytes: int, path: Path) -> Iterator[bytes]:

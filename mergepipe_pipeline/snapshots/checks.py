@@ -11,10 +11,11 @@ from mergepipe_pipeline.digest import new_hash, sha256_hex, unseal
 from mergepipe_pipeline.errors import CheckpointError, CorruptionError
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.snapshots.find import files_below, read_manifest
-from mergepipe_pipeline.snapshots.model_folder import CARD, RECIPE_FILE, has_own_card
+from mergepipe_pipeline.snapshots.model_folder import RECIPE_FILE, has_own_card
 from mergepipe_pipeline.snapshots.stage import PROVENANCE
 from mergepipe_pipeline.spec.snapshot import MANIFEST, ShardEntry, Snapshot
 from mergepipe_pipeline.storage.header import LENGTH_NBYTES, header_nbytes, parse_header
+from mergepipe_pipeline.storage.side_files import CARD
 
 _CHUNK_NBYTES = 1 << 22
 _AGAIN = "merge its recipe again: the snapshot is made anew, and the damaged one is set aside"

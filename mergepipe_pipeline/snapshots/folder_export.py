@@ -17,7 +17,7 @@ from typing import Any
 from mergepipe_pipeline.digest import seal, sha256_hex, unseal
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.snapshots.find import files_below
-from mergepipe_pipeline.snapshots.model_folder import CARD, MEASURED, RECIPE_FILE, exported_card
+from mergepipe_pipeline.snapshots.model_folder import MEASURED, RECIPE_FILE, exported_card
 from mergepipe_pipeline.snapshots.out_folder import check_folder, refuse_full, staging_name
 from mergepipe_pipeline.snapshots.repack import repack
 from mergepipe_pipeline.snapshots.stage import PROVENANCE
@@ -33,6 +33,7 @@ from mergepipe_pipeline.storage.hashing import file_sha256
 from mergepipe_pipeline.storage.locks import locked_there, probed
 from mergepipe_pipeline.storage.open_checkpoint import INDEX
 from mergepipe_pipeline.storage.permissions import make_removable
+from mergepipe_pipeline.storage.side_files import CARD
 from mergepipe_pipeline.text import listed
 
 

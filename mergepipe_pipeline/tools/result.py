@@ -22,7 +22,7 @@ from mergepipe_pipeline.snapshots.commit import commit_snapshot, damage_of
 from mergepipe_pipeline.snapshots.find import read_manifest
 from mergepipe_pipeline.snapshots.folder_export import staging_beside
 from mergepipe_pipeline.snapshots.marks import Marks
-from mergepipe_pipeline.snapshots.model_folder import CARD, index_json, tool_card
+from mergepipe_pipeline.snapshots.model_folder import index_json, tool_card
 from mergepipe_pipeline.snapshots.out_folder import check_folder, check_out
 from mergepipe_pipeline.snapshots.stage import PROVENANCE, made_here, stage_snapshot
 from mergepipe_pipeline.spec.outcome import StoredObject
@@ -37,6 +37,7 @@ from mergepipe_pipeline.spec.snapshot import (
 from mergepipe_pipeline.storage.atomic import publish_dir, write_atomic
 from mergepipe_pipeline.storage.header import Described
 from mergepipe_pipeline.storage.open_checkpoint import INDEX, open_checkpoint
+from mergepipe_pipeline.storage.side_files import CARD
 from mergepipe_pipeline.storage.writer import ShardWriter
 from mergepipe_pipeline.warehouse import Warehouse
 
