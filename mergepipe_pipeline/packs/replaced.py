@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from mergepipe_pipeline.digest import seal, unseal
+from mergepipe_pipeline.digest import seal
 from mergepipe_pipeline.errors import CheckpointError, CorruptionError
 from mergepipe_pipeline.spec.checkpoint import AWAY, Checkpoint
 from mergepipe_pipeline.storage.atomic import make_dirs, remove_tree, rename, write_atomic
@@ -119,7 +118,10 @@ class ReplacedStore:
         path, here, data = self.path(checkpoint_id) / RECORD, self._roots.here, b""
         try:
             data = path.read_bytes()
-            record = _from_json(unseal(data, str(path)))
+            # It loads pydantic, which commands that only list refs start without.
+            from mergepipe_pipeline.packs.record_form import record_in
+
+            record = record_in(data, str(path))
         except (FileNotFoundError, IsADirectoryError):
             if not path.parent.is_dir():
                 return None
@@ -266,11 +268,6 @@ def put_record(staged: Path, record: Replaced, roots: Roots) -> None:
     write_atomic(staged / RECORD, seal(asdict(replace(record, root=root, cold=cold))))
 
 
-def record_of(value: dict[str, Any]) -> Replaced:
-    """The record of a JSON value, with its folders as stated there."""
-    return _from_json(value)
-
-
 def restored(
     file: MovedFile, rest: Path, tensor: Callable[[str], Iterator[memoryview]]
 ) -> Iterator[bytes | memoryview]:
@@ -324,12 +321,3 @@ def _without_record(folder: Path, cold: str, root: str) -> str:
 
 def _rest(folder: Path, number: int) -> Path:
     return folder / f"{number:06d}.rest"
-
-
-def _from_json(value: dict[str, Any]) -> Replaced:
-    files = tuple(
-        MovedFile(**{**f, "tensors": tuple((n, int(s), int(b)) for n, s, b in f["tensors"])})
-        for f in value.pop("files")
-    )
-    folders = tuple(MovedFolder(**f) for f in value.pop("folders", ()))
-    return Replaced(**value, files=files, folders=folders)

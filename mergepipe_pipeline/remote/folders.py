@@ -24,12 +24,17 @@ class Folder(Protocol):
         """The paths of all files below a folder, sorted."""
         ...
 
-    def read(self, name: str) -> bytes | None:
-        """The content of a small file; None without one."""
+    def read(self, name: str, most_nbytes: int) -> bytes | None:
+        """The content of a small file; None without one. Raises CorruptionError for more bytes."""
         ...
 
-    def download(self, name: str, path: Path, sha256: str, advance: Callable[[int], None]) -> bool:
-        """Write a file to `path`; False if it is not there. Raises CorruptionError (digest)."""
+    def download(
+        self, name: str, path: Path, sha256: str, nbytes: int, advance: Callable[[int], None]
+    ) -> bool:
+        """Write a file to `path`; False if it is not there.
+
+        Raises CorruptionError for one of another size or digest.
+        """
         ...
 
 
@@ -55,11 +60,13 @@ class _BucketFolder:
     def names(self, below: str) -> list[str]:
         return sorted(e.key for e in self._bucket.entries(below))
 
-    def read(self, name: str) -> bytes | None:
-        return self._bucket.read(name)
+    def read(self, name: str, most_nbytes: int) -> bytes | None:
+        return self._bucket.read(name, most_nbytes)
 
-    def download(self, name: str, path: Path, sha256: str, advance: Callable[[int], None]) -> bool:
-        return self._bucket.download(name, path, sha256, advance)
+    def download(
+        self, name: str, path: Path, sha256: str, nbytes: int, advance: Callable[[int], None]
+    ) -> bool:
+        return self._bucket.download(name, path, sha256, advance, nbytes=nbytes)
 
 
 class _HubFolder:
@@ -76,26 +83,36 @@ class _HubFolder:
     def names(self, below: str) -> list[str]:
         return sorted(name for name in self._names if name.startswith(f"{below}/"))
 
-    def read(self, name: str) -> bytes | None:
+    def read(self, name: str, most_nbytes: int) -> bytes | None:
         if name not in self._names:
             return None
-        return self._source.read_range(name, 0, self._source.size(name))
+        nbytes = self._source.size(name)
+        if nbytes > most_nbytes:
+            raise self._other(name, f"at most {most_nbytes} bytes", f"{nbytes} bytes")
+        return self._source.read_range(name, 0, nbytes)
 
-    def download(self, name: str, path: Path, sha256: str, advance: Callable[[int], None]) -> bool:
+    def download(
+        self, name: str, path: Path, sha256: str, nbytes: int, advance: Callable[[int], None]
+    ) -> bool:
         if name not in self._names:
             return False
-        nbytes, running = self._source.size(name), new_hash()
+        if (size := self._source.size(name)) != nbytes:
+            raise self._other(name, f"{nbytes} bytes", f"{size} bytes")
+        running = new_hash()
         self._source.expect([FileRange(name, 0, nbytes)])
         with path.open("wb") as file:
             for piece in pieces(self._source, name, nbytes, running.update):
                 file.write(piece)
                 advance(len(piece))
         if (found := running.hexdigest()) != sha256:
-            raise CorruptionError(
-                "A file of the hub is not what was put there",
-                where=f"{self._where}, {name}",
-                expected=f"sha256 {sha256[:16]}",
-                found=f"sha256 {found[:16]}",
-                next_step="push it again",
-            )
+            raise self._other(name, f"sha256 {sha256[:16]}", f"sha256 {found[:16]}")
         return True
+
+    def _other(self, name: str, expected: str, found: str) -> CorruptionError:
+        return CorruptionError(
+            "A file of the hub is not what was put there",
+            where=f"{self._where}, {name}",
+            expected=expected,
+            found=found,
+            next_step="push it again",
+        )

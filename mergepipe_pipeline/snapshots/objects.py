@@ -36,15 +36,15 @@ def object_of(action: Path) -> str | None:
 
 def stored_of(data: bytes, action_key: str, where: str = "an action") -> StoredObject | None:
     """The object that the record of an action names; None for a damaged one, or another's."""
-    with suppress(CorruptionError, KeyError, TypeError, ValueError):
-        value = unseal(data, where)
-        if value["action_key"] == action_key:
-            return StoredObject(
-                value["object"],
-                value["nbytes"],
-                tuple((t, d) for t, d in value["tensors"]),
-                tuple(value.get("non_finite", {}).items()),
-            )
+    # They load pydantic, which commands that only list refs start without.
+    from mergepipe_pipeline.snapshots.foreign import ActionForm
+    from mergepipe_pipeline.storage.forms import read_form
+
+    with suppress(CorruptionError):
+        action, _ = read_form(ActionForm, data, where, "An action", "merge again")
+        if action.action_key == action_key:
+            non_finite = tuple(action.non_finite.items())
+            return StoredObject(action.object, action.nbytes, action.tensors, non_finite)
     return None
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundError
 from mergepipe_pipeline.execution.plan_leases import staging as staging_of
+from mergepipe_pipeline.integrity.lineage import refuse_other_lineage
 from mergepipe_pipeline.progress import Progress, Silent
+from mergepipe_pipeline.snapshots.checks import verify_snapshot
 from mergepipe_pipeline.snapshots.commit import commit_snapshot, damage_of
 from mergepipe_pipeline.snapshots.find import load_snapshot
+from mergepipe_pipeline.snapshots.foreign import provenance_from
 from mergepipe_pipeline.snapshots.leases import Need
 from mergepipe_pipeline.snapshots.marks import Marks
 from mergepipe_pipeline.snapshots.mirror import Mirror, mirror_at, provenance_key
-from mergepipe_pipeline.snapshots.provenance_form import provenance_from
 from mergepipe_pipeline.snapshots.stage import PROVENANCE, stage_snapshot
 from mergepipe_pipeline.spec.outcome import StoredObject
 from mergepipe_pipeline.spec.snapshot import Manifest, Snapshot
@@ -72,6 +74,9 @@ def _pulled(
             for action_key, stored in mirror.actions(shard):
                 store.record(action_key, stored)
         staged = stage_snapshot(staging, manifest, store, sides, provenance)
+        # Its files may be no shards, and it may tell of plans and inputs that are here otherwise.
+        verify_snapshot(staged)
+        refuse_other_lineage(warehouse, Snapshot(manifest.snapshot_id, str(staged), manifest))
         snapshot = commit_snapshot(staged, warehouse.snapshots, warehouse.new_quarantine)
     Marks(warehouse.stages).mark(snapshot.snapshot_id, is_stage=False, is_new=True)
     return snapshot

@@ -1,6 +1,6 @@
 """`python -m tests.torture [CAMPAIGN …] [--seed N] [--short]`: prints a table, exit 1 if it finds.
 
-Campaigns: faults, kills, flips, hostile, states, hubs, rot, twins; without one, all.
+Campaigns: faults, kills, flips, hostile, states, hubs, rot, twins, travelling; without one, all.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from tests.torture.rot import Rot
 from tests.torture.scenes import RECIPES, learn_ids
 from tests.torture.states import States
 from tests.torture.tally import COLUMNS, Outcome, Problem, Tally
+from tests.torture.travelling import Travelling
 from tests.torture.twins import Twins
 from tests.torture.world import make_world, state_of
 
@@ -41,6 +42,7 @@ CAMPAIGNS = {
     "hubs": Hubs,
     "rot": Rot,
     "twins": Twins,
+    "travelling": Travelling,
 }
 _SHOWN = 12
 
