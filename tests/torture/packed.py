@@ -152,11 +152,15 @@ class Forger:
     def _index(self, *, bomb: bool) -> bytes:
         rows = self._parts.rows
         if bomb:
-            columns = {n: pa.repeat(rows[0][n], _BOMB_ROWS) for n in ("tensor", "digest")}
-            kept = {n: rows[0][n] for n in INDEX.names if n not in columns}
-            columns |= {n: pa.repeat(pa.scalar(v, INDEX.field(n).type), _BOMB_ROWS)
-                        for n, v in kept.items()}  # fmt: skip
-            return encode(pa.table([columns[n] for n in INDEX.names], INDEX), self._parts.meta)
+            texts = ("tensor", "base_tensor", "dtype", "digest", "base_digest")
+            table = pa.table(
+                [
+                    pa.repeat(pa.scalar(rows[0][n] if n in texts else None, field.type), _BOMB_ROWS)
+                    for n, field in zip(INDEX.names, INDEX, strict=True)
+                ],
+                INDEX,
+            )
+            return encode(table, self._parts.meta)
         for schema in (INDEX, None):  # else the columns are of other types
             with suppress(pa.ArrowException, TypeError, ValueError, OverflowError, AttributeError):
                 table = pa.Table.from_pylist(rows, schema)
@@ -217,7 +221,7 @@ class Forger:
         files[name] = bytes(data)
 
 
-KINDS = ("record", "index", "meta", "tables", "frames", "rests", "index bytes", "bomb")
+KINDS = ("record", "index", "meta", "tables", "frames", "rests", "index bytes", "sound", "bomb")
 
 
 def each(draw: Callable[[], int], count: int) -> Iterator[tuple[str, int]]:

@@ -40,7 +40,8 @@ with watched_s3() as s3:
 #: The server compares no signatures, but wants to see one.
 _SIGNED = {
     "Authorization": "AWS4-HMAC-SHA256 Credential=user/20260101/us-east-1/s3/aws4_request, "
-    "SignedHeaders=host, Signature=0"
+    "SignedHeaders=host, Signature=0",
+    "Content-Type": "application/octet-stream",
 }
 _SNAPSHOTS = ("manifest", "provenance", "ref", "object", "side")
 
@@ -111,6 +112,8 @@ class Travelling:
                 self._put(f"{prefix}/{name}", data)
         done = self._run(place, *verbs[0])
         problems = judge.ending(done, str(one))
+        if one.kind == "sound" and done.code:
+            problems.append(Problem("wrong", str(one), f"refused: {done.err[-600:]}"))
         kind = f"{one.kind}, {'taken' if done.code == 0 else 'refused'}"
         if done.code == 0:
             problems += self._used(one, place, done.out, prefix)
