@@ -106,6 +106,8 @@ def _odd_files(of: Travelling) -> Iterator[str]:
         nbytes = file.nbytes - sum(n for *_, n in file.tensors)
         if (own[name].nbytes, own[name].sha256) != (nbytes, file.rest_sha256):
             yield f"the file {name}, which is not what {file.path!r} has beside its tensors"
+        if not file.tensors and file.sha256 != file.rest_sha256:
+            yield f"sha256 {file.sha256[:16]} of {file.path!r}, which is all in {name}"
     for file in of.record.files:
         if file.mode is not None and file.mode & ~0o777:
             yield f"the permissions {file.mode:o} of {file.path!r}"

@@ -27,9 +27,9 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 READ_ONLY = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 #: What the kernel says where it copies nothing: between, or on, such file systems; in a sandbox.
+_NO_COPIES = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM})
 #: Of file systems without links, or of a file that has no name.
 _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOENT)
-_NO_COPIES = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM})
 
 #: Arguments of `renameat2`: paths are absolute, and the names change places.
 _HERE, _EXCHANGE = -100, 2

@@ -50,6 +50,7 @@ from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.verbs.analyze import analyze
+from mergepipe_pipeline.verbs.replace import Original
 from mergepipe_pipeline.warehouse import Warehouse
 
 _REST, _FRAMES = ".rest", ".frames"
@@ -162,7 +163,7 @@ def _pulled(
         pack = Pack(record.pack_id, pack_root, read_index(pack_root))
         refuse_odd(record, pack)
         _refuse_forged(warehouse, record, pack, progress)
-        _keep(warehouse, record, staged)
+        _keep(warehouse, record, staged, progress)
     # Standing recipes wait for what is known of an expert, and nothing indexes one that is away.
     analyze(warehouse, [record.name], base=record.base, progress=progress)
     return replace(done, fresh=True)
@@ -217,7 +218,7 @@ def _place(record: Replaced, file: TravellingFile) -> str:
     return f"rest/{file.name}" if is_rest else f"{PACKS}/{record.pack_id}/{file.name}"
 
 
-def _keep(warehouse: Warehouse, record: Replaced, staged: Path) -> None:
+def _keep(warehouse: Warehouse, record: Replaced, staged: Path, progress: Progress) -> None:
     """Give pack and record their places and register the expert; if that fails, nothing stays."""
     rest, added = staged / "rest", warehouse.replaced.path(record.checkpoint_id)
     is_new = warehouse.packs.find(record.pack_id) is None
@@ -227,12 +228,24 @@ def _keep(warehouse: Warehouse, record: Replaced, staged: Path) -> None:
     put_record(rest, record, warehouse.roots)
     replace_dir(rest, added)
     try:
+        _refuse_other_files(warehouse, record, progress)
         _register(warehouse, record)
     except BaseException:
         warehouse.replaced.forget(record.checkpoint_id)
         if is_new:
             remove_tree(warehouse.packs.path(record.pack_id))
         raise
+
+
+def _refuse_other_files(warehouse: Warehouse, record: Replaced, progress: Progress) -> None:
+    """Raise CorruptionError unless every file of the expert can be made, with its SHA-256.
+
+    The one of a file without packed tensors is its rest's, as `from_bytes` has seen.
+    """
+    with Original(warehouse, record, progress) as original:
+        for number, file in enumerate(record.files):
+            if file.tensors:
+                original.compare(number)
 
 
 def _refuse_forged(warehouse: Warehouse, record: Replaced, pack: Pack, progress: Progress) -> None:

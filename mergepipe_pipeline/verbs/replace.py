@@ -109,7 +109,7 @@ def move_to_cold(
     if target.exists():
         refuse_other_files(record)
     with _recorded(warehouse, record):
-        with _Original(warehouse, record, progress) as original:
+        with Original(warehouse, record, progress) as original:
             for number, _ in enumerate(record.files):
                 original.compare(number)
         now = locate_registered(warehouse, packed.name).checkpoint
@@ -164,7 +164,7 @@ def unpack(
     with (
         original_named(record, warehouse.packs.path(record.pack_id)),
         _beside(target, record) as staged,
-        _Original(warehouse, record, progress) as original,
+        Original(warehouse, record, progress) as original,
     ):
         for number, file in enumerate(record.files):
             original.write(number, staged / file.path)
@@ -199,7 +199,7 @@ def _not_moved(warehouse: Warehouse, name: str, checkpoint: Checkpoint) -> NotFo
     )
 
 
-class _Original:
+class Original:
     """The files of a replaced expert, made from its pack, its base and what stays of it."""
 
     def __init__(self, warehouse: Warehouse, record: Replaced, progress: Progress | None) -> None:
@@ -216,7 +216,7 @@ class _Original:
         nbytes = sum(f.nbytes for f in record.files)
         self._task = (progress or Silent()).task(f"unpack {record.name}", nbytes)
 
-    def __enter__(self) -> _Original:
+    def __enter__(self) -> Original:
         self._advance = self._task.__enter__()
         return self
 
