@@ -9,10 +9,9 @@ from mergepipe_pipeline.digest import unseal
 from mergepipe_pipeline.errors import CorruptionError, NotFoundError
 from mergepipe_pipeline.execution.plan_store import load_plan
 from mergepipe_pipeline.snapshots.find import load_snapshot, read_manifest
-from mergepipe_pipeline.snapshots.stage import PROVENANCE
 from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.spec.request import Request, RequestedModel
-from mergepipe_pipeline.spec.snapshot import MANIFEST, Snapshot
+from mergepipe_pipeline.spec.snapshot import MANIFEST, PROVENANCE, Snapshot
 from mergepipe_pipeline.storage.chain import MOST_VERSIONS
 from mergepipe_pipeline.text import whole_number
 from mergepipe_pipeline.warehouse import Warehouse

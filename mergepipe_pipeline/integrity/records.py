@@ -27,8 +27,7 @@ from mergepipe_pipeline.execution.plan_store import load_plan, refuse_other_plan
 from mergepipe_pipeline.integrity.auditor import UNREADABLE, Auditor
 from mergepipe_pipeline.snapshots.find import files_below, load_snapshot
 from mergepipe_pipeline.snapshots.objects import layer_key_of
-from mergepipe_pipeline.snapshots.stage import PROVENANCE
-from mergepipe_pipeline.spec.snapshot import MANIFEST, ShardEntry, Snapshot
+from mergepipe_pipeline.spec.snapshot import MANIFEST, PROVENANCE, ShardEntry, Snapshot
 from mergepipe_pipeline.storage.chain import VersionChain
 from mergepipe_pipeline.storage.profile import load_profile
 from mergepipe_pipeline.warehouse import Warehouse

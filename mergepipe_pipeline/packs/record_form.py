@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
-from mergepipe_pipeline.packs.replaced import MovedFile, MovedFolder, Replaced
 from mergepipe_pipeline.storage.forms import (
     CheckpointId,
     Form,
@@ -47,16 +46,8 @@ class RecordForm(Form):
     files: tuple[_FileForm, ...]
     folders: tuple[_FolderForm, ...] = ()
 
-    @property
-    def record(self) -> Replaced:
-        """The record, as the rest of the code has it."""
-        value = self.model_dump()
-        files = tuple(MovedFile(**file) for file in value.pop("files"))
-        folders = tuple(MovedFolder(**folder) for folder in value.pop("folders"))
-        return Replaced(**value, files=files, folders=folders)
 
-
-def record_in(data: bytes, where: str) -> Replaced:
-    """The record in a file's bytes. Raises CorruptionError."""
+def checked_record(data: bytes, where: str) -> dict[str, Any]:
+    """The value of the record in a file's bytes. Raises CorruptionError."""
     form, _ = read_form(RecordForm, data, where, "The record of an expert that was moved away", "")
-    return form.record
+    return form.model_dump()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from mergepipe_pipeline.digest import seal
 from mergepipe_pipeline.errors import CheckpointError, CorruptionError
@@ -119,9 +120,9 @@ class ReplacedStore:
         try:
             data = path.read_bytes()
             # It loads pydantic, which commands that only list refs start without.
-            from mergepipe_pipeline.packs.record_form import record_in
+            from mergepipe_pipeline.packs.record_form import checked_record
 
-            record = record_in(data, str(path))
+            record = record_of(checked_record(data, str(path)))
         except (FileNotFoundError, IsADirectoryError):
             if not path.parent.is_dir():
                 return None
@@ -266,6 +267,13 @@ def put_record(staged: Path, record: Replaced, roots: Roots) -> None:
     """Write the record alone, beside the rests. Raises StorageFullError."""
     root, cold = roots.recorded(record.root), roots.recorded(record.cold)
     write_atomic(staged / RECORD, seal(asdict(replace(record, root=root, cold=cold))))
+
+
+def record_of(value: Mapping[str, Any]) -> Replaced:
+    """The record of a value that has the form of one."""
+    files = tuple(MovedFile(**file) for file in value["files"])
+    folders = tuple(MovedFolder(**folder) for folder in value["folders"])
+    return Replaced(**{**value, "files": files, "folders": folders})
 
 
 def restored(

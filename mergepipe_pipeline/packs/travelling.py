@@ -19,7 +19,7 @@ from mergepipe_pipeline.digest import seal
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.record_form import RecordForm
-from mergepipe_pipeline.packs.replaced import Replaced
+from mergepipe_pipeline.packs.replaced import Replaced, record_of
 from mergepipe_pipeline.packs.store import Pack
 from mergepipe_pipeline.spec.pack import PACKED_DTYPES, TIERS
 from mergepipe_pipeline.storage.forms import Form, PathBelow, Sha256, Size, read_form
@@ -87,7 +87,7 @@ def from_bytes(data: bytes, where: str) -> Travelling:
     next_step = "take it with the version that pushed it, or push it again"
     form, _ = read_form(_TravellingForm, data, where, what, next_step)
     files = tuple(TravellingFile(f.name, f.nbytes, f.sha256) for f in form.files)
-    travelling = Travelling(form.record.record, files)
+    travelling = Travelling(record_of(form.record.model_dump()), files)
     if problem := next(_odd_files(travelling), None):
         raise _odd(where, problem)
     return travelling

@@ -12,8 +12,7 @@ from mergepipe_pipeline.errors import CheckpointError, CorruptionError
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.snapshots.find import files_below, read_manifest
 from mergepipe_pipeline.snapshots.model_folder import RECIPE_FILE, has_own_card
-from mergepipe_pipeline.snapshots.stage import PROVENANCE
-from mergepipe_pipeline.spec.snapshot import MANIFEST, ShardEntry, Snapshot
+from mergepipe_pipeline.spec.snapshot import MANIFEST, PROVENANCE, ShardEntry, Snapshot
 from mergepipe_pipeline.storage.header import LENGTH_NBYTES, header_nbytes, parse_header
 from mergepipe_pipeline.storage.side_files import CARD
 

@@ -24,11 +24,12 @@ from mergepipe_pipeline.snapshots.folder_export import staging_beside
 from mergepipe_pipeline.snapshots.marks import Marks
 from mergepipe_pipeline.snapshots.model_folder import index_json, tool_card
 from mergepipe_pipeline.snapshots.out_folder import check_folder, check_out
-from mergepipe_pipeline.snapshots.stage import PROVENANCE, made_here, stage_snapshot
+from mergepipe_pipeline.snapshots.stage import made_here, stage_snapshot
 from mergepipe_pipeline.spec.outcome import StoredObject
 from mergepipe_pipeline.spec.plan import ENGINE_VERSION, Source
 from mergepipe_pipeline.spec.snapshot import (
     MANIFEST,
+    PROVENANCE,
     LineageEntry,
     Manifest,
     ShardEntry,

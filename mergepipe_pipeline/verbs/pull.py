@@ -13,9 +13,9 @@ from mergepipe_pipeline.snapshots.foreign import provenance_from
 from mergepipe_pipeline.snapshots.leases import Need
 from mergepipe_pipeline.snapshots.marks import Marks
 from mergepipe_pipeline.snapshots.mirror import Mirror, mirror_at, provenance_key
-from mergepipe_pipeline.snapshots.stage import PROVENANCE, stage_snapshot
+from mergepipe_pipeline.snapshots.stage import stage_snapshot
 from mergepipe_pipeline.spec.outcome import StoredObject
-from mergepipe_pipeline.spec.snapshot import Manifest, Snapshot
+from mergepipe_pipeline.spec.snapshot import PROVENANCE, Manifest, Snapshot
 from mergepipe_pipeline.storage.chain import MOST_VERSIONS
 from mergepipe_pipeline.text import whole_number
 from mergepipe_pipeline.warehouse import BUCKET, Warehouse
