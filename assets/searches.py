@@ -12,8 +12,8 @@ import dagster as dg
 from mergepipe_pipeline.assets.experts import expert_index
 from mergepipe_pipeline.assets.failures import as_failure
 from mergepipe_pipeline.assets.labels import labels
-from mergepipe_pipeline.assets.metadata import markdown_table, plain_name, short, svg
-from mergepipe_pipeline.report.front import DrawnFront, front_picture, front_sketch
+from mergepipe_pipeline.assets.metadata import metrics_metadata, plain_name, png, short, table
+from mergepipe_pipeline.report.front import DrawnFront, front_chart, front_picture
 from mergepipe_pipeline.resources import Engine, MergePipe
 from mergepipe_pipeline.text import in_one_line, size
 from mergepipe_pipeline.verbs.search import (
@@ -157,7 +157,7 @@ def _refs(standing: StandingSearch) -> dg.AssetsDefinition:
         return dg.MaterializeResult(
             data_version=dg.DataVersion(results),
             metadata={
-                "refs": markdown_table(("ref", "version", "snapshot"), rows),
+                "refs": table(("ref", "version", "snapshot"), rows),
                 **_pictures(find_front(mergepipe.warehouse, search).drawn()),
             },
         )
@@ -183,7 +183,7 @@ def _prior_metadata(cost: SearchCost, prior: Prior, proposed: list[int]) -> dict
     ]
     return {
         "cost at most": cost.told,
-        "coordinates": markdown_table(("weight of", "score", "length-scale"), rows),
+        "coordinates": table(("weight of", "score", "length-scale"), rows),
         "candidates proposed": ", ".join(map(str, proposed)) or "none",
     }
 
@@ -191,7 +191,7 @@ def _prior_metadata(cost: SearchCost, prior: Prior, proposed: list[int]) -> dict
 def _result_metadata(done: Result) -> dict[str, Any]:
     merge = done.merge
     return {
-        **{name: float(value) for name, value in done.metrics.items()},
+        **metrics_metadata(done.metrics),
         **({"failure": in_one_line(done.failure)} if done.failure else {}),
         "snapshot id": done.snapshot_id or "none",
         **(
@@ -210,8 +210,8 @@ def _result_metadata(done: Result) -> dict[str, Any]:
 
 def _pictures(shown: DrawnFront) -> dict[str, Any]:
     return {
-        "front": svg(front_sketch(shown), "the first objective over the last one"),
-        "front, large": svg(front_picture(shown), "front and hypervolume"),
+        "front": dg.MetadataValue.md(front_chart(shown)),
+        "front, all objectives": png(front_picture(shown), "front and hypervolume"),
     }
 
 
@@ -220,11 +220,12 @@ def _front_metadata(front: Front) -> dict[str, Any]:
     rows = [
         (t.number, t.ref or "-", *(f"{t.metrics[name]:.4g}" for name in names)) for t in front.best
     ]
+    failures = sum(bool(t.failure) for t in front.trials)
     return {
         "hypervolume": short(front.hypervolume),
         "evaluations": len(front.trials),
-        "failures": sum(bool(t.failure) for t in front.trials),
+        **({"failures": failures} if failures else {}),
         "on the front": len(front.best),
         **({"warnings": "; ".join(front.warnings)} if front.warnings else {}),
-        "candidates": markdown_table(("candidate", "ref", *map(plain_name, names)), rows),
+        "candidates": table(("candidate", "ref", *map(plain_name, names)), rows),
     }

@@ -12,12 +12,15 @@ import dagster as dg
 
 from mergepipe_pipeline.assets.bisect import build_bisect, build_bisect_job
 from mergepipe_pipeline.assets.experts import expert_index, index_burst
+from mergepipe_pipeline.assets.metadata import description
 from mergepipe_pipeline.assets.problems import problem_asset
 from mergepipe_pipeline.assets.recipes import build_problem, build_recipe_assets
 from mergepipe_pipeline.assets.searches import build_search_assets, build_search_jobs
 from mergepipe_pipeline.assets.space import free_space
+from mergepipe_pipeline.assets.status import build_status
 from mergepipe_pipeline.cluster.executors import build_executor
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
+from mergepipe_pipeline.deploy.standing import how_to_begin
 from mergepipe_pipeline.resources import Engine, MergePipe
 from mergepipe_pipeline.sensors.bisect import build_bisect_sensor
 from mergepipe_pipeline.sensors.failures import failure_sensor
@@ -39,7 +42,7 @@ from mergepipe_pipeline.verbs.standing_searches import StandingSearch, standing_
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: What there is without any recipe.
-_ASSETS, _JOBS = (expert_index, free_space), (index_job, index_burst, space_job)
+_JOBS = (index_job, index_burst, space_job)
 
 
 def build_definitions(
@@ -70,7 +73,7 @@ def build_definitions(
     }
     return dg.Definitions(
         assets=[
-            *_ASSETS,
+            *_without_recipes(home),
             *(build_problem(file) for file in problems),
             *(d for d in built if not isinstance(d, dg.AssetChecksDefinition)),
             *searches.assets,
@@ -92,6 +95,19 @@ def build_definitions(
         resources={"mergepipe": mergepipe or MergePipe(home=str(home.root)), "engine": Engine()},
         executor=build_executor(home),
     )
+
+
+def _without_recipes(home: Warehouse) -> list[dg.AssetsDefinition]:
+    """The assets that there are without any recipe; they say how to begin."""
+    land, write = (description(text) for text in how_to_begin(home))
+    begin = f"To begin, {land}; then {write}."
+
+    def with_begin(spec: dg.AssetSpec) -> dg.AssetSpec:
+        return spec.replace_attributes(description=f"{spec.description}\n\n{begin}")
+
+    (index,) = dg.map_asset_specs(with_begin, [expert_index])
+    assert isinstance(index, dg.AssetsDefinition)
+    return [build_status(begin), index, free_space]
 
 
 @dataclass(frozen=True)

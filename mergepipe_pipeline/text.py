@@ -58,6 +58,12 @@ def size(nbytes: float | None) -> str:
     return f"{nbytes:.2f} TiB"
 
 
+def byte_unit(most: float) -> tuple[str, int]:
+    """The unit in which figures of at most so many bytes are shown together, and its bytes."""
+    units = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+    return next(((name, nbytes) for name, nbytes in units if most >= nbytes), ("B", 1))
+
+
 def percent(share: float | None) -> str:
     """A share for people: 12.5 %, or `-` where there is none."""
     return "-" if share is None else f"{100 * share:.1f} %"

@@ -9,7 +9,7 @@ import dagster as dg
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.deploy.retry import reason_to_wait
 from mergepipe_pipeline.resources import MergePipe
-from mergepipe_pipeline.sensors import SOON_S, interval_s
+from mergepipe_pipeline.sensors import SOON_S, interval_s, separated
 from mergepipe_pipeline.sensors.attempts import (
     ATTEMPT_TAG,
     RECIPE_TAG,
@@ -51,9 +51,9 @@ def build_bisect_sensor(jobs: Mapping[str, Any]) -> dg.SensorDefinition:
                 asked = "a run is requested"
             lines.append(visible(f"{file.name}: {asked}"))
         if requests:
-            context.log.info("\n".join(lines))
+            context.log.info(separated(lines))
             return dg.SensorResult(run_requests=requests)
-        return dg.SensorResult(skip_reason=dg.SkipReason("\n".join(lines) or "no recipes"))
+        return dg.SensorResult(skip_reason=dg.SkipReason(separated(lines) or "no recipes"))
 
     return bisect_sensor
 

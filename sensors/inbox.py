@@ -8,6 +8,7 @@ from mergepipe_pipeline.assets.experts import EXPERTS_TAG, expert_index, experts
 from mergepipe_pipeline.deploy.arrivals import ask
 from mergepipe_pipeline.deploy.inbox import InboxEntry, Patience, scan_inbox
 from mergepipe_pipeline.deploy.recorded import gone_inputs
+from mergepipe_pipeline.deploy.standing import first_steps
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.sensors import BURST_PRIORITY, MAX_LINES, SOON_S, interval_s
 from mergepipe_pipeline.sensors.attempts import ACTIVE
@@ -52,6 +53,8 @@ def inbox_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> d
     gone = gone_inputs(warehouse, known - {x.name for x in landed})
     left = f"left the inbox: {', '.join(gone)}; " if gone else ""
     said = f"{len(landed)} experts, {len(ready)} to index; {left}waiting: {_waiting(landed)}"
+    if not landed and not gone:
+        said = first_steps(warehouse) or said
     if ready:  # else Dagster shows it as the reason of the tick
         make_pools_known(context.instance)
         context.log.info(said)

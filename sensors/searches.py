@@ -10,7 +10,7 @@ from mergepipe_pipeline.assets.searches import SEARCH_TAG, candidates, pool
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
 from mergepipe_pipeline.deploy.retry import reason_to_wait
 from mergepipe_pipeline.resources import MergePipe
-from mergepipe_pipeline.sensors import SOON_S, interval_s
+from mergepipe_pipeline.sensors import SOON_S, interval_s, separated
 from mergepipe_pipeline.sensors.attempts import ACTIVE, ATTEMPT_TAG, failed_attempts, next_attempt
 from mergepipe_pipeline.sensors.pools import limit_pool
 from mergepipe_pipeline.text import visible
@@ -52,9 +52,9 @@ def build_search_sensor(jobs: Mapping[str, Mapping[str, Any]]) -> dg.SensorDefin
             partitions += look.partitions
             states.append(visible(f"{standing.name}: {said}"))
         if requests:
-            context.log.info("\n".join(states))
+            context.log.info(separated(states))
             return dg.SensorResult(run_requests=requests, dynamic_partitions_requests=partitions)
-        return dg.SensorResult(skip_reason=dg.SkipReason("\n".join(states) or "no searches"))
+        return dg.SensorResult(skip_reason=dg.SkipReason(separated(states) or "no searches"))
 
     return search_sensor
 

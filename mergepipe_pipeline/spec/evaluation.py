@@ -129,6 +129,17 @@ class Finding:
     passed: bool
 
     @property
+    def limit(self) -> float | None:
+        """The least or most that passes; None where it follows from a live value and none is."""
+        t = self.threshold
+        if t.comparison not in RELATIVE:
+            return t.value
+        if self.live is None:
+            return None
+        allowed = t.value * abs(self.live) if t.is_share else t.value
+        return self.live - allowed if t.comparison == "max_drop" else self.live + allowed
+
+    @property
     def summary(self) -> str:
         """The metric, its value, the threshold and the live value, in one sentence."""
         head = f"{self.threshold.metric} is {figure(self.value)}"

@@ -64,13 +64,18 @@ class Changes:
     @property
     def summary(self) -> str:
         """All of it in one sentence."""
+        return f"since the live snapshot {self.what}"
+
+    @property
+    def what(self) -> str:
+        """What changed, without since when."""
         parts = [change.summary for change in self.inputs[:_MOST_SHOWN]]
         if len(self.inputs) > _MOST_SHOWN:
             parts.append(f"{len(self.inputs) - _MOST_SHOWN} more")
         parts += ["the recipe says something else"] if self.asks_otherwise else []
         named = f" ({', '.join(self.layers)})" if 0 < len(self.layers) <= _MOST_SHOWN else ""
         layers = f"{len(self.layers)} of {self.layers_total} layers differ{named}"
-        return f"since the live snapshot {'; '.join(parts) or 'no input changed'}; {layers}"
+        return f"{'; '.join(parts) or 'no input changed'}; {layers}"
 
 
 def changes_between(warehouse: Warehouse, live: Snapshot, other: Snapshot) -> Changes:

@@ -171,13 +171,13 @@ def test_an_idle_tick_counts_many_recipes_that_are_current_and_tells_of_few_othe
         sensor.home.recipe_path(f"a{n}").write_text(sum_of("base", "expert_00"))
     _, said = sensor.tick()
     first, last = said.splitlines()
-    assert first.startswith("b: ")
-    assert last == f"{MAX_LINES + 1} recipes: the release is current"
+    assert first.startswith("• b: ")
+    assert last == f"• {MAX_LINES + 1} recipes: the release is current"
     for n in range(MAX_LINES):
         sensor.home.recipe_path(f"a{n}").write_text("- no recipe\n")
     lines = sensor.tick()[1].splitlines()
     assert len(lines) == MAX_LINES + 2
-    assert lines[-2:] == ["1 more", "1 recipes: the release is current"]
+    assert lines[-2:] == ["• 1 more", "• 1 recipes: the release is current"]
 
 
 def test_pauses_grow_to_an_hour_and_the_fault_says_how_often_the_same_is_tried() -> None:

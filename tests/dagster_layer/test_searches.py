@@ -34,7 +34,7 @@ def write(home: Warehouse, name: str = "mix", text: str = SEARCH + SMALL) -> Non
 
 def told(ticker: Ticker, name: str = "mix") -> str:
     """What the sensor says of a search."""
-    lines = [line for reason in ticker.reasons() for line in reason.splitlines()]
+    lines = [x.removeprefix("• ") for said in ticker.reasons() for x in said.splitlines()]
     return next(line for line in lines if line.startswith(f"{name}: "))
 
 
