@@ -11,8 +11,8 @@ from mergepipe_pipeline.deploy.standing import Standing
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.text import in_one_line
 
-#: Recipes that have a row, those that are current last, and characters of a reason.
-_MOST_ROWS, _MOST_SHOWN = 60, 240
+#: Recipes that have a row, those that are current last; characters of a reason and of a word.
+_MOST_ROWS, _MOST_SHOWN, _LONGEST = 60, 140, 18
 _KEY = dg.AssetKey("pipeline_status")
 _HEADERS = ("recipe", "state", "why", "since", "next")
 _TABLE, _VERSION = "recipes", "dagster/data_version"
@@ -75,5 +75,9 @@ def _since(last: dg.AssetMaterialization | None) -> dict[tuple[str, str], str]:
 
 
 def _short(text: str) -> str:
-    line = in_one_line(" ".join(text.split()))
+    """The beginning of a text, without its longest words: the UI breaks no word, and cuts off what
+    is beside wide columns.
+    """
+    words = map(in_one_line, text.split())
+    line = " ".join(w if len(w) <= _LONGEST else f"{w[:6]}…{w[-11:]}" for w in words)
     return line if len(line) <= _MOST_SHOWN else f"{line[:_MOST_SHOWN]}…"

@@ -58,7 +58,7 @@ def failing(file: RecipeFile, attempts: Sequence[Attempt], told: str, first_s: f
     """Where a recipe is whose last attempts failed, of which `reason_to_wait` gives `told`."""
     last = attempts[-1]
     why, step = _parts(last.error)
-    why = f"{last.number} failed, the last: {why}"
+    why = f"attempt {last.number} failed: {why}"
     if is_last(attempts):
         return Standing("failed", told, why, step or standing(file, "failed", "").then)
     again = datetime.fromtimestamp(last.ended_s + pause_s(first_s, last.number), UTC)

@@ -137,16 +137,18 @@ def bound_percent(curve: BudgetCurve, p: Point) -> str:
 def sentence(plan: MergePlan) -> str:
     """What a plan reads of its experts, and what that is predicted to lose."""
     e = plan.estimates
-    read = "all" if e.expert_bytes_planned == e.expert_bytes_total else size(e.expert_bytes_planned)
-    reads = f"reads {read} of {size(e.expert_bytes_total)}"
+    unit, nbytes = byte_unit(e.expert_bytes_total)
+    read, total = (f"{n / nbytes:.3g}" for n in (e.expert_bytes_planned, e.expert_bytes_total))
+    is_all = e.expert_bytes_planned == e.expert_bytes_total
+    reads = f"reads {'all' if is_all else read} of {total} {unit}"
     unknown = why_no_error(e)
     if unknown or e.predicted_error is None:
         return f"{reads}; its loss is {unknown}" if unknown else reads
     if not e.predicted_error or not e.update_norm:
         return f"{reads}, predicted to lose nothing"
-    return (
-        f"{reads}, predicted to lose {100 * e.predicted_error / e.update_norm:.2g} % of the update"
-    )
+    lost = 100 * e.predicted_error / e.update_norm
+    figure = f"{lost:.0f}" if lost >= 10 else f"{lost:.2g}"
+    return f"{reads}, predicted to lose {figure} %"
 
 
 def small_picture(recipe_curve: RecipeCurve) -> str:

@@ -184,8 +184,8 @@ def test_the_status_says_where_recipes_are_and_is_written_only_when_that_changes
     assert rows["a"]["next"] == "it goes on by itself once that is over"
     assert rows["x"]["state"] == "cannot be used"
     assert str(rows["x"]["why"]).startswith("1. models: this key is required and missing")
-    assert "2. merge_method: " in str(rows["x"]["why"])
-    assert rows["x"]["next"] == "correct these; nothing was read or written."
+    assert "2. line 1, merge_method: unknown" in str(rows["x"]["why"])
+    assert rows["x"]["next"] == "correct all of these; nothing was read or written."
     before = rows["a"]["since"]
     known.recipe_path("x").unlink()
     ticker.reasons()
@@ -214,7 +214,7 @@ def test_a_status_of_many_recipes_stays_small_and_shows_first_what_is_not_curren
     assert dict(rows[0]) == {
         "recipe": "z",
         "state": "failing",
-        "why": "1 failed, the last: it broke",
+        "why": "attempt 1 failed: it broke",
         "since": "2026-01-02 00:00 UTC",
         "next": "it is tried again at 00:00:30 UTC",
     }

@@ -10,7 +10,6 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from mergepipe_pipeline.definitions import build_definitions
-from mergepipe_pipeline.text import size
 from mergepipe_pipeline.verbs.deploy import current_plan
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
@@ -55,11 +54,9 @@ def test_the_plan_shows_its_promises_its_curve_and_what_it_reads(
     assert str(shown["recipe"]).startswith(f"~~~yaml\n{recipe}")
     assert e.predicted_error
     assert e.update_norm
-    lost = e.predicted_error / e.update_norm
-    assert shown["in short"] == (
-        f"reads {size(e.expert_bytes_planned)} of {size(e.expert_bytes_total)}, "
-        f"predicted to lose {100 * lost:.0f} % of the update"
-    )
+    read, total = (f"{n / 1024:.3g}" for n in (e.expert_bytes_planned, e.expert_bytes_total))
+    lost = 100 * e.predicted_error / e.update_norm
+    assert shown["in short"] == f"reads {read} of {total} KiB, predicted to lose {lost:.0f} %"
     for name in ("predicted error (L2)", "error bound (share of the update)"):
         assert len(str(shown[name]).replace(".", "").lstrip("0")) <= 4
     # The UI shows longer Markdown after a click only.

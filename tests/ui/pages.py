@@ -53,7 +53,7 @@ VIEWS = {
     "status": View(
         "/assets/pipeline_status",
         ("assistant", "current", "nightly_bad", "failed", "mend the expert"),
-        height=900,
+        scroll_to="Metadata",
     ),
     "sensor": View(
         "/locations/mergepipe/sensors/recipe_sensor",
