@@ -9,44 +9,57 @@ from mergepipe_pipeline.assets.labels import owners
 from mergepipe_pipeline.assets.links import dependents_link
 from mergepipe_pipeline.assets.metadata import description, gib
 from mergepipe_pipeline.deploy.arrivals import arrival
+from mergepipe_pipeline.deploy.instance import identity_of, own_name
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.settings import SHARDS
 from mergepipe_pipeline.verbs.index import IndexedExpert, index_arrival
 from mergepipe_pipeline.warehouse import Warehouse
 
-experts = dg.DynamicPartitionsDefinition(name="experts")
+#: The key of the asset whose partitions are the experts.
+EXPERT_INDEX = dg.AssetKey("expert_index")
 
 #: The tag of a run that names the experts it indexes, with commas between them.
 EXPERTS_TAG = "mergepipe/experts"
 
 
-@dg.asset(
-    partitions_def=experts,
-    group_name="catalog",
-    kinds={"python", "parquet"},
-    owners=owners(),
-    pool="disk_read",
-)
-def expert_index(
-    context: dg.AssetExecutionContext, mergepipe: MergePipe
-) -> dg.MaterializeResult[None]:
-    """Makes a checkpoint that landed in the inbox known: headers, digests and block statistics.
+def experts_of(warehouse: Warehouse) -> dg.DynamicPartitionsDefinition:
+    """The experts of a warehouse; the name of the set is no other's on the instance."""
+    return dg.DynamicPartitionsDefinition(name=own_name("experts", identity_of(warehouse)))
 
-    A partition is a checkpoint. Its data version is the digest of the contents: files touched
-    without a change of a byte change nothing downstream. A failure is retried by inbox_sensor:
-    three times, or for as long as storage, network or memory fail.
-    """
-    started = time.monotonic()
-    name = context.partition_key
-    try:
-        done = index_arrival(mergepipe.warehouse, name, packs=mergepipe.packs)
-    except MergePipeError as error:
-        context.log_event(_problem(mergepipe.warehouse, name, error))
-        raise dg.Failure(str(error), allow_retries=False) from error
-    return dg.MaterializeResult(
-        data_version=dg.DataVersion(done.content_sha256), metadata=_metadata(done, started)
+
+def build_expert_index(experts: dg.DynamicPartitionsDefinition) -> dg.AssetsDefinition:
+    """The asset whose partitions are the experts."""
+
+    @dg.asset(
+        key=EXPERT_INDEX,
+        partitions_def=experts,
+        group_name="catalog",
+        kinds={"python", "parquet"},
+        owners=owners(),
+        pool="disk_read",
     )
+    def expert_index(
+        context: dg.AssetExecutionContext, mergepipe: MergePipe
+    ) -> dg.MaterializeResult[None]:
+        """Makes a checkpoint that landed in the inbox known: headers, digests and block statistics.
+
+        A partition is a checkpoint. Its data version is the digest of the contents: files touched
+        without a change of a byte change nothing downstream. A failure is retried by inbox_sensor:
+        three times, or for as long as storage, network or memory fail.
+        """
+        started = time.monotonic()
+        name = context.partition_key
+        try:
+            done = index_arrival(mergepipe.warehouse, name, packs=mergepipe.packs)
+        except MergePipeError as error:
+            context.log_event(_problem(mergepipe.warehouse, name, error))
+            raise dg.Failure(str(error), allow_retries=False) from error
+        return dg.MaterializeResult(
+            data_version=dg.DataVersion(done.content_sha256), metadata=_metadata(done, started)
+        )
+
+    return expert_index
 
 
 class Burst(dg.Config):
@@ -72,7 +85,7 @@ def index_several(context: dg.OpExecutionContext, config: Burst, mergepipe: Merg
             continue
         context.log_event(
             dg.AssetMaterialization(
-                expert_index.key,
+                EXPERT_INDEX,
                 partition=name,
                 metadata=_metadata(done, started),
                 tags={"dagster/data_version": done.content_sha256},
@@ -123,7 +136,7 @@ def _problem(
     """What the UI shows of an expert that cannot be indexed."""
     known = arrival(warehouse, name)
     return dg.AssetObservation(
-        expert_index.key,
+        EXPERT_INDEX,
         partition=name,
         description=description(str(error)),
         metadata={

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import dagster as dg
 
 from mergepipe_pipeline.assets.evaluation import before_release, build_evaluation
-from mergepipe_pipeline.assets.experts import expert_index
+from mergepipe_pipeline.assets.experts import EXPERT_INDEX
 from mergepipe_pipeline.assets.failures import as_failure
 from mergepipe_pipeline.assets.freshness import release_freshness
 from mergepipe_pipeline.assets.labels import labels
@@ -89,7 +89,7 @@ def build_problem(file: RecipeFile) -> dg.AssetsDefinition:
 
 def _members(file: RecipeFile) -> dg.AssetDep:
     mapping = dg.SpecificPartitionsPartitionMapping(list(file.members))
-    return dg.AssetDep(expert_index, partition_mapping=mapping)
+    return dg.AssetDep(EXPERT_INDEX, partition_mapping=mapping)
 
 
 def _conflicts(file: RecipeFile) -> dg.AssetsDefinition:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import dagster as dg
 
 from mergepipe_pipeline.assets.bisect import build_bisect, build_bisect_job
-from mergepipe_pipeline.assets.experts import expert_index, index_burst
+from mergepipe_pipeline.assets.experts import build_expert_index, experts_of, index_burst
 from mergepipe_pipeline.assets.metadata import description
 from mergepipe_pipeline.assets.problems import problem_asset
 from mergepipe_pipeline.assets.recipes import build_problem, build_recipe_assets
@@ -19,12 +19,13 @@ from mergepipe_pipeline.assets.searches import build_search_assets, build_search
 from mergepipe_pipeline.assets.space import free_space
 from mergepipe_pipeline.assets.status import build_status
 from mergepipe_pipeline.cluster.executors import build_executor
+from mergepipe_pipeline.deploy.instance import identity_of
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.deploy.standing import how_to_begin
 from mergepipe_pipeline.resources import Engine, MergePipe
 from mergepipe_pipeline.sensors.bisect import build_bisect_sensor
 from mergepipe_pipeline.sensors.failures import failure_sensor
-from mergepipe_pipeline.sensors.inbox import inbox_sensor, index_job
+from mergepipe_pipeline.sensors.inbox import build_inbox_sensor, index_job
 from mergepipe_pipeline.sensors.orphans import orphans_sensor
 from mergepipe_pipeline.sensors.recipes import (
     AssetJob,
@@ -41,7 +42,7 @@ from mergepipe_pipeline.settings import SHARDS
 from mergepipe_pipeline.verbs.standing_searches import StandingSearch, standing_searches
 from mergepipe_pipeline.warehouse import Warehouse
 
-#: What there is without any recipe.
+#: What there is to do without any recipe.
 _JOBS = (index_job, index_burst, space_job)
 
 
@@ -58,6 +59,7 @@ def build_definitions(
 
     A recipe that cannot be used is one asset that says why, and has no job.
     """
+    identity, experts = identity_of(home), experts_of(home)
     files = recipe_files(home)
     parts = [_parts(c, shards or SHARDS.value()) for c in files]
     problems = [p for p in parts if isinstance(p, RecipeFile)]
@@ -65,7 +67,7 @@ def build_definitions(
     jobs = [chain.job for chain in chains]
     traced = {chain.file.name: chain.bisect for chain in chains if chain.bisect}
     built = [d for chain in chains for d in chain.assets]
-    searches = _searches(home, files)
+    searches = _searches(home, identity, files)
     refused = {
         file.token: p.problem or ""
         for file, p in zip(files, parts, strict=True)
@@ -73,7 +75,7 @@ def build_definitions(
     }
     return dg.Definitions(
         assets=[
-            *_without_recipes(home),
+            *_without_recipes(home, experts),
             *(build_problem(file) for file in problems),
             *(d for d in built if not isinstance(d, dg.AssetChecksDefinition)),
             *searches.assets,
@@ -82,10 +84,10 @@ def build_definitions(
         jobs=[*_JOBS, *jobs, *traced.values(), *searches.jobs],
         schedules=[space_daily, *(chain.nightly for chain in chains if chain.nightly)],
         sensors=[
-            inbox_sensor,
+            build_inbox_sensor(experts),
             orphans_sensor,
             build_recipe_sensor([chain.file for chain in chains], refused, jobs, loaded_s),
-            build_reload_sensor(files_token((*files, *searches.files))),
+            build_reload_sensor(files_token(identity, (*files, *searches.files))),
             retention_sensor,
             failure_sensor,
             stalled_sensor,
@@ -97,7 +99,9 @@ def build_definitions(
     )
 
 
-def _without_recipes(home: Warehouse) -> list[dg.AssetsDefinition]:
+def _without_recipes(
+    home: Warehouse, experts: dg.DynamicPartitionsDefinition
+) -> list[dg.AssetsDefinition]:
     """The assets that there are without any recipe; they say how to begin."""
     land, write = (description(text) for text in how_to_begin(home))
     begin = f"To begin, {land}; then {write}."
@@ -105,7 +109,7 @@ def _without_recipes(home: Warehouse) -> list[dg.AssetsDefinition]:
     def with_begin(spec: dg.AssetSpec) -> dg.AssetSpec:
         return spec.replace_attributes(description=f"{spec.description}\n\n{begin}")
 
-    (index,) = dg.map_asset_specs(with_begin, [expert_index])
+    (index,) = dg.map_asset_specs(with_begin, [build_expert_index(experts)])
     assert isinstance(index, dg.AssetsDefinition)
     return [build_status(begin), index, free_space]
 
@@ -131,7 +135,7 @@ class _Searches:
     sensors: list[dg.SensorDefinition]
 
 
-def _searches(home: Warehouse, recipes: tuple[RecipeFile, ...]) -> _Searches:
+def _searches(home: Warehouse, identity: str, recipes: tuple[RecipeFile, ...]) -> _Searches:
     """Of every search file its assets, or one that says why it cannot be used."""
     files = standing_searches(home, recipes)
     usable = [file for file in files if file.problem is None]
@@ -139,11 +143,11 @@ def _searches(home: Warehouse, recipes: tuple[RecipeFile, ...]) -> _Searches:
     return _Searches(
         files,
         [
-            *(asset for file in usable for asset in build_search_assets(file)),
+            *(asset for file in usable for asset in build_search_assets(file, identity)),
             *(problem_asset(file, "prior") for file in files if file.problem is not None),
         ],
         [job for steps in jobs.values() for job in steps.values()],
-        [build_search_sensor(jobs)] if files else [],
+        [build_search_sensor(jobs, identity)] if files else [],
     )
 
 

@@ -17,6 +17,7 @@ from mergepipe_pipeline.sensors.attempts import (
     next_attempt,
     recipes_under_way,
 )
+from mergepipe_pipeline.sensors.ours import Ours
 from mergepipe_pipeline.sensors.pools import make_pools_known
 from mergepipe_pipeline.text import visible
 from mergepipe_pipeline.verbs.trace import trace_due
@@ -41,11 +42,12 @@ def build_bisect_sensor(jobs: Mapping[str, Any]) -> dg.SensorDefinition:
     def bisect_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SensorResult:
         """Requests the bisection of every refusal that has no result yet."""
         make_pools_known(context.instance)
+        ours = Ours.of(context, mergepipe)
         requests, lines = [], []
         for file in recipe_files(mergepipe.warehouse):
             if file.name not in jobs or file.problem is not None:
                 continue
-            asked = _request_or_reason(mergepipe, file, context.instance, jobs[file.name].name)
+            asked = _request_or_reason(mergepipe, file, ours, jobs[file.name].name)
             if isinstance(asked, dg.RunRequest):
                 requests.append(asked)
                 asked = "a run is requested"
@@ -59,7 +61,7 @@ def build_bisect_sensor(jobs: Mapping[str, Any]) -> dg.SensorDefinition:
 
 
 def _request_or_reason(
-    mergepipe: MergePipe, file: RecipeFile, instance: dg.DagsterInstance, job: str
+    mergepipe: MergePipe, file: RecipeFile, ours: Ours, job: str
 ) -> dg.RunRequest | str:
     """A run that traces what the recipe's gate refused, or why none is asked for."""
     try:
@@ -68,13 +70,15 @@ def _request_or_reason(
         return str(error)
     if token is None:
         return "nothing is refused that was not traced"
-    if file.name in recipes_under_way(instance):
+    if file.name in recipes_under_way(ours):
         return "a run is under way"
     tags = {RECIPE_TAG: file.name, REFUSAL_TAG: token}
-    waiting = reason_to_wait(failed_attempts(instance, tags), time.time(), mergepipe.retry_s)
+    waiting = reason_to_wait(failed_attempts(ours, tags), time.time(), mergepipe.retry_s)
     if waiting is not None:
         return waiting
-    attempt = next_attempt(instance, tags)
+    attempt = next_attempt(ours, tags)
     return dg.RunRequest(
-        run_key=f"{file.name}:{token}:{attempt}", job_name=job, tags={**tags, ATTEMPT_TAG: attempt}
+        run_key=f"{file.name}:{token}:{attempt}",
+        job_name=job,
+        tags={**tags, **ours.tags, ATTEMPT_TAG: attempt},
     )

@@ -35,6 +35,7 @@ from mergepipe_pipeline.sensors.attempts import (
     next_attempt,
     recipes_under_way,
 )
+from mergepipe_pipeline.sensors.ours import Ours
 from mergepipe_pipeline.sensors.outage import refuse_empty
 from mergepipe_pipeline.sensors.pools import make_pools_known
 from mergepipe_pipeline.text import visible
@@ -58,7 +59,7 @@ def job_name(file: RecipeFile) -> str:
 def request_or_reason(
     mergepipe: MergePipe,
     file: RecipeFile,
-    instance: dg.DagsterInstance,
+    ours: Ours,
     busy: Collection[str],
     *,
     is_time: bool,
@@ -82,7 +83,7 @@ def request_or_reason(
         "mergepipe/sequence": str(wanted.sequence),
         "mergepipe/inputs": wanted.inputs,
     }
-    failed = failed_attempts(instance, tags)
+    failed = failed_attempts(ours, tags)
     # What the schedule asked for once and did not get is tried again by day.
     is_owed = bool(failed) or (file.recipe.trigger == "nightly" and owed.exists())
     if not is_time and not is_owed and file.recipe.trigger != "change":
@@ -94,13 +95,14 @@ def request_or_reason(
     waiting = reason_to_wait(attempts, time.time(), mergepipe.retry_s)
     if waiting is not None:
         return failing(file, attempts, waiting, mergepipe.retry_s)
-    attempt = next_attempt(instance, tags)
+    attempt = next_attempt(ours, tags)
     is_late = is_time or file.recipe.trigger == "nightly"
     return dg.RunRequest(
         job_name=job_name(file),
         run_key=f"{file.name}:{wanted.sequence}:{wanted.wanted}:{wanted.inputs}:{attempt}",
         tags={
             **tags,
+            **ours.tags,
             ATTEMPT_TAG: attempt,
             **({"dagster/priority": NIGHTLY_PRIORITY} if is_late else {}),
         },
@@ -185,9 +187,10 @@ def build_recipe_sensor(
 
         A tick that requests runs tells of every recipe in its log, others as `_idle` does.
         """
-        instance, busy = context.instance, recipes_under_way(context.instance)
+        instance, ours = context.instance, Ours.of(context, mergepipe)
+        busy = recipes_under_way(ours)
         make_pools_known(instance)
-        requests, states = _look(mergepipe, instance, busy, unready)
+        requests, states = _look(mergepipe, ours, busy, unready)
         first = None if states else first_steps(mergepipe.warehouse)
         shown = changed_status(instance, states, first, datetime.now(UTC))
         if requests:
@@ -220,14 +223,14 @@ def _show_releases(
 
 def _look(
     mergepipe: MergePipe,
-    instance: dg.DagsterInstance,
+    ours: Ours,
     busy: Collection[str],
     unready: Callable[[RecipeFile], Standing | None],
 ) -> tuple[list[dg.RunRequest], dict[str, Standing]]:
     """The runs to request, and where each recipe is; `unready` says why one has no job yet."""
     requests, states = list[dg.RunRequest](), dict[str, Standing]()
     for file in recipe_files(mergepipe.warehouse):
-        asked = unready(file) or request_or_reason(mergepipe, file, instance, busy, is_time=False)
+        asked = unready(file) or request_or_reason(mergepipe, file, ours, busy, is_time=False)
         if isinstance(asked, dg.RunRequest):
             requests.append(asked)
             asked = _requested(file, asked)
@@ -276,9 +279,10 @@ def build_nightly(file: RecipeFile, job: AssetJob) -> dg.ScheduleDefinition | No
         context: dg.ScheduleEvaluationContext, mergepipe: MergePipe
     ) -> dg.RunRequest | dg.SkipReason:
         """Runs the chain unless the release is current, or has failed too often."""
-        refuse_empty(context.instance, mergepipe.warehouse)  # this is asked again each minute
-        busy = recipes_under_way(context.instance)
-        request = request_or_reason(mergepipe, file, context.instance, busy, is_time=True)
+        ours = Ours.of(context, mergepipe)
+        refuse_empty(ours, mergepipe.warehouse)  # this is asked again each minute
+        busy = recipes_under_way(ours)
+        request = request_or_reason(mergepipe, file, ours, busy, is_time=True)
         if isinstance(request, dg.RunRequest):
             return request
         if request.state == "current":

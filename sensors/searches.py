@@ -11,7 +11,8 @@ from mergepipe_pipeline.deploy.recipe_files import recipe_files
 from mergepipe_pipeline.deploy.retry import reason_to_wait
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.sensors import SOON_S, interval_s, separated
-from mergepipe_pipeline.sensors.attempts import ACTIVE, ATTEMPT_TAG, failed_attempts, next_attempt
+from mergepipe_pipeline.sensors.attempts import ATTEMPT_TAG, failed_attempts, next_attempt
+from mergepipe_pipeline.sensors.ours import ACTIVE, Ours
 from mergepipe_pipeline.sensors.pools import limit_pool
 from mergepipe_pipeline.text import visible
 from mergepipe_pipeline.verbs.standing_searches import (
@@ -25,8 +26,13 @@ from mergepipe_pipeline.verbs.standing_searches import (
 STEP_TAG = "mergepipe/search_step"
 
 
-def build_search_sensor(jobs: Mapping[str, Mapping[str, Any]]) -> dg.SensorDefinition:
-    """The level-triggered sensor over all search files; `jobs` by search and step."""
+def build_search_sensor(
+    jobs: Mapping[str, Mapping[str, Any]], identity: str
+) -> dg.SensorDefinition:
+    """The level-triggered sensor over all search files; `jobs` by search and step.
+
+    `identity` is that of the warehouse for which the assets of the searches were built.
+    """
 
     @dg.sensor(
         name="search_sensor",
@@ -41,8 +47,9 @@ def build_search_sensor(jobs: Mapping[str, Mapping[str, Any]]) -> dg.SensorDefin
     def search_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SensorResult:
         """Requests what searches ask for and no run does yet."""
         warehouse, requests, partitions, states = mergepipe.warehouse, [], [], []
+        ours = Ours.of(context, mergepipe)
         for standing in standing_searches(warehouse, recipe_files(warehouse)):
-            look = _Look(context.instance, standing, jobs.get(standing.name), mergepipe.retry_s)
+            look = _Look(ours, identity, standing, jobs.get(standing.name), mergepipe.retry_s)
             try:
                 problem = look.problem
                 said = problem or look.at(due_of(warehouse, standing))
@@ -64,12 +71,15 @@ class _Look:
 
     def __init__(
         self,
-        instance: dg.DagsterInstance,
+        ours: Ours,
+        identity: str,
         standing: StandingSearch,
         jobs: Mapping[str, Any] | None,
         retry_s: float,
     ) -> None:
-        self._instance, self._read, self._jobs, self._retry_s = instance, standing, jobs, retry_s
+        self._instance, self._ours, self._read = ours.instance, ours, standing
+        self._jobs, self._retry_s = jobs, retry_s
+        self._pool, self._candidates = pool(standing, identity), candidates(standing, identity)
         self.requests: list[dg.RunRequest] = []
         self.partitions: list[dg.AddDynamicPartitionsRequest] = []
 
@@ -80,9 +90,9 @@ class _Look:
 
     def at(self, due: SearchDue) -> str:
         """Request what is due; says where the search is and what waits, why."""
-        limit_pool(self._instance, pool(self._read), self._read.workers)
-        wanted = dg.RunsFilter(tags={SEARCH_TAG: self._read.name}, statuses=ACTIVE)
-        doing = [run.tags.get(STEP_TAG, "") for run in self._instance.get_runs(wanted)]
+        limit_pool(self._instance, self._pool, self._read.workers)
+        runs = self._ours.runs(ACTIVE, {SEARCH_TAG: self._read.name})
+        doing = [run.tags.get(STEP_TAG, "") for run in runs]
         waits = [*self._evaluate(due, doing)]
         if not doing and not self.requests:
             waits += [*self._begin_or_show(due)]
@@ -90,10 +100,10 @@ class _Look:
 
     def _evaluate(self, due: SearchDue, doing: list[str]) -> Iterator[str]:
         """Candidates that nobody evaluates, as long as there are free workers."""
-        known = set(self._instance.get_dynamic_partitions(candidates(self._read).name or ""))
+        known = set(self._instance.get_dynamic_partitions(self._candidates.name or ""))
         missing = [key for n in due.known if (key := f"{n:04d}") not in known]
         if missing:
-            self.partitions.append(candidates(self._read).build_add_request(missing))
+            self.partitions.append(self._candidates.build_add_request(missing))
         free = self._read.workers - sum(step.startswith("evaluate") for step in doing)
         for number in due.waiting:
             if len(self.requests) < free and f"evaluate {number:04d}" not in doing:
@@ -119,13 +129,13 @@ class _Look:
         """Request a run unless attempts at the same have failed lately; why not, if so."""
         assert self._jobs is not None
         tags = {SEARCH_TAG: self._read.name, STEP_TAG: f"{step} {about}"}
-        attempts = failed_attempts(self._instance, tags)
+        attempts = failed_attempts(self._ours, tags)
         waiting = reason_to_wait(attempts, time.time(), self._retry_s)
         if waiting is not None:
             yield f"{step} {about}: {waiting}"
             return
         # After all that there were, so that a result that somebody removed is asked for anew.
-        attempt = next_attempt(self._instance, tags)
+        attempt = next_attempt(self._ours, tags)
         keys = None if assets is None else [dg.AssetKey([self._read.name, a]) for a in assets]
         self.requests.append(
             dg.RunRequest(
@@ -133,7 +143,7 @@ class _Look:
                 job_name=self._jobs[step].name,
                 partition_key=partition,
                 asset_selection=keys,
-                tags={**tags, ATTEMPT_TAG: attempt},
+                tags={**tags, **self._ours.tags, ATTEMPT_TAG: attempt},
             )
         )
 

@@ -10,6 +10,7 @@ from typing import Any
 import dagster as dg
 import pytest
 
+from mergepipe_pipeline.assets.experts import experts_of
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.verbs.index import index_arrival
@@ -36,6 +37,11 @@ def shown(instance: dg.DagsterInstance, *key: str) -> dict[str, object]:
     assert event is not None
     assert event.asset_materialization is not None
     return plain(event.asset_materialization.metadata)
+
+
+def known_experts(instance: dg.DagsterInstance, home: Warehouse) -> list[str]:
+    """The experts of a warehouse that are partitions in Dagster."""
+    return list(instance.get_dynamic_partitions(experts_of(home).name or ""))
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from mergepipe_pipeline.verbs.deploy import CURRENT
 from mergepipe_pipeline.verbs.publish import history
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.conftest import Drop
+from tests.dagster_layer.guests import origins
 from tests.dagster_layer.test_experts import jobs, sum_of
 
 pytestmark = [pytest.mark.waits, pytest.mark.filterwarnings("ignore::Warning")]
@@ -129,7 +130,7 @@ def test_a_run_that_was_made_and_not_queued_ends_and_is_asked_for_again(
     config = {"ops": {"index_several": {"config": {"experts": ["base"]}}}}
     made = [
         sensor.instance.create_run_for_job(merge, tags=request.tags),
-        sensor.instance.create_run_for_job(burst, run_config=config),
+        sensor.instance.create_run_for_job(burst, run_config=config, **origins("index_burst")),
     ]
     assert "a: a run is under way" in sensor.tick()[1]
     mergepipe = MergePipe(home=str(sensor.home.root))
@@ -148,6 +149,7 @@ def test_a_run_of_somebodys_choice_of_assets_is_waited_for(sensor: Sensor) -> No
     sensor.instance.create_run_for_job(
         defs.resolve_implicit_global_asset_job_def(),
         asset_selection=frozenset([dg.AssetKey(["a", "plan"])]),
+        **origins("__ASSET_JOB"),
     )
     requests, said = sensor.tick()
     assert not requests
