@@ -1,6 +1,7 @@
 """`python -m tests.torture [CAMPAIGN …] [--seed N] [--short]`: prints a table, exit 1 if it finds.
 
-Campaigns: faults, kills, flips, hostile, states, hubs, rot, twins, travelling; without one, all.
+Campaigns: faults, kills, flips, hostile, states, hubs, rot, twins, travelling, guests; without one,
+all.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 from tests.torture.faults import Faults
 from tests.torture.flips import Flips
+from tests.torture.guests import Guests
 from tests.torture.hostile import Hostile
 from tests.torture.hubs import Hubs
 from tests.torture.kills import Kills
@@ -43,6 +45,7 @@ CAMPAIGNS = {
     "rot": Rot,
     "twins": Twins,
     "travelling": Travelling,
+    "guests": Guests,
 }
 _SHOWN = 12
 
