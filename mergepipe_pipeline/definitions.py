@@ -44,6 +44,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 
 #: What there is to do without any recipe.
 _JOBS = (index_job, index_burst, space_job)
+_SENSORS = (orphans_sensor, retention_sensor, failure_sensor, stalled_sensor)
 
 
 def build_definitions(
@@ -84,13 +85,10 @@ def build_definitions(
         jobs=[*_JOBS, *jobs, *traced.values(), *searches.jobs],
         schedules=[space_daily, *(chain.nightly for chain in chains if chain.nightly)],
         sensors=[
+            *_SENSORS,
             build_inbox_sensor(experts),
-            orphans_sensor,
             build_recipe_sensor([chain.file for chain in chains], refused, jobs, loaded_s),
             build_reload_sensor(files_token(identity, (*files, *searches.files))),
-            retention_sensor,
-            failure_sensor,
-            stalled_sensor,
             *([build_bisect_sensor(traced)] if traced else []),
             *searches.sensors,
         ],
