@@ -64,5 +64,5 @@ def identity_of(warehouse: Warehouse) -> str:
 
 
 def own_name(what: str, identity: str) -> str:
-    """The name of something of a warehouse in an instance: a set of partitions, or a pool."""
-    return f"mergepipe/{what}/{identity}"
+    """The name of a set of partitions or a pool of a warehouse; it may stand in a URL."""
+    return f"mergepipe:{what}:{identity}"
