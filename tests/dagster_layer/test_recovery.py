@@ -174,9 +174,9 @@ def test_a_warehouse_whose_disk_is_gone_is_told_and_loses_nothing(
     home.root.rename(aside)
     with pytest.raises(MergePipeError, match="empty, though Dagster knows of its experts"):
         ticker.tick()
-    assert known_experts(instance, home) == ["base", "expert_00"]
     shutil.rmtree(home.root)
     aside.rename(home.root)
+    assert known_experts(instance, home) == ["base", "expert_00"]
     assert jobs(ticker.tick()) == []
     assert any(CURRENT in r for r in ticker.reasons())
 
