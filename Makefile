@@ -22,7 +22,7 @@ help:
 	@echo "make demo    train a small family, land it, merge under budgets, print the table"
 	@echo "make ui      Dagster UI on 127.0.0.1:$(UI_PORT) with the demo's warehouse"
 	@echo "make test    lint, types, layers and all tests"
-	@echo "make torture faults, kills, flips, hostile inputs and random verbs, long (some 40 minutes)"
+	@echo "make torture faults, kills, rot, hostile inputs, lying servers and more, long (over an hour)"
 	@echo "make soak    a real daemon through a seeded month of events (10 minutes)"
 	@echo "make bench   merges against the disk and mergekit, cold: $(BENCH_RESULTS)"
 

@@ -7,10 +7,9 @@ import dagster as dg
 
 from mergepipe_pipeline.assets.failures import as_failure
 from mergepipe_pipeline.assets.labels import labels
-from mergepipe_pipeline.assets.metadata import description, markdown_table
+from mergepipe_pipeline.assets.metadata import description, gate_metadata, metrics_metadata
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.resources import MergePipe
-from mergepipe_pipeline.spec.evaluation import Verdict, figure
 from mergepipe_pipeline.verbs.judge import evaluate_recipe, judge_recipe
 
 
@@ -47,7 +46,7 @@ def _evaluation(file: RecipeFile) -> dg.AssetsDefinition:
                 "log": dg.MetadataValue.path(str(log)),
                 "measured": measured.created,
                 "seconds to evaluate": measured.seconds,
-                **{name: float(value) for name, value in measured.metrics.items()},
+                **metrics_metadata(measured.metrics),
             },
         )
 
@@ -66,7 +65,7 @@ def _gate(file: RecipeFile) -> dg.AssetChecksDefinition:
             passed=verdict.passed,
             description=description("; ".join(filter(None, sentences))),
             metadata={
-                "thresholds": _thresholds(verdict),
+                **gate_metadata(verdict),
                 "snapshot id": verdict.snapshot_id,
                 "live snapshot id": verdict.live_snapshot_id or "none",
             },
@@ -81,17 +80,3 @@ def _next(file: RecipeFile) -> str:
     if gate is not None and gate.on_failure == "bisect":
         return "next: bisect_sensor finds the guilty expert and keeps it out until it changes"
     return f"next: mend what changed, or find the guilty expert: `mergepipe bisect {file.name}`"
-
-
-def _thresholds(verdict: Verdict) -> dg.MarkdownMetadataValue:
-    rows = [
-        (
-            f.threshold.metric,
-            figure(f.value),
-            "-" if f.live is None else figure(f.live),
-            f.threshold.summary,
-            "yes" if f.passed else "NO",
-        )
-        for f in verdict.findings
-    ]
-    return markdown_table(("metric", "value", "live", "the gate asks for", "met"), rows)

@@ -11,6 +11,7 @@ from mergepipe_pipeline.assets.labels import owners
 from mergepipe_pipeline.assets.links import dependents_link
 from mergepipe_pipeline.assets.metadata import description, gib
 from mergepipe_pipeline.deploy.arrivals import arrival
+from mergepipe_pipeline.deploy.instance import identity_of, own_name
 from mergepipe_pipeline.deploy.recorded import reason_to_wait_for
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.resources import MergePipe
@@ -18,64 +19,78 @@ from mergepipe_pipeline.settings import SHARDS
 from mergepipe_pipeline.verbs.index import IndexedExpert, index_arrival
 from mergepipe_pipeline.warehouse import Warehouse
 
-experts = dg.DynamicPartitionsDefinition(name="experts")
+#: The key of the asset whose partitions are the experts.
+EXPERT_INDEX = dg.AssetKey("expert_index")
 
 #: The tag of a run that names the experts it indexes, with commas between them.
 EXPERTS_TAG = "mergepipe/experts"
 
 
-@dg.asset(
-    name="expert_index",
-    partitions_def=experts,
-    group_name="catalog",
-    kinds={"python", "parquet"},
-    owners=owners(),
-    pool="disk_read",
-    output_required=False,  # of several partitions each has an event of its own
-)
-def _expert_index(
-    context: dg.AssetExecutionContext, mergepipe: MergePipe
-) -> Iterator[dg.MaterializeResult[None]]:
-    """Makes a checkpoint that landed in the inbox known: headers, digests and block statistics.
+def experts_of(warehouse: Warehouse) -> dg.DynamicPartitionsDefinition:
+    """The experts of a warehouse; the name of the set is no other's on the instance."""
+    return dg.DynamicPartitionsDefinition(name=own_name("experts", identity_of(warehouse)))
 
-    A partition is a checkpoint. Its data version is the digest of the contents: files touched
-    without a change of a byte change nothing downstream. A failure is retried by inbox_sensor:
-    three times, or for as long as storage, network or memory fail.
-    """
-    names = context.partition_keys
-    if len(names) > 1:
-        _index_each(context, mergepipe, names)
-        return
-    started = time.monotonic()
-    try:
-        done = index_arrival(mergepipe.warehouse, names[0], packs=mergepipe.packs)
-    except MergePipeError as error:
-        context.log_event(_problem(mergepipe.warehouse, names[0], error))
-        raise dg.Failure(str(error), allow_retries=False) from error
-    yield dg.MaterializeResult(
-        data_version=dg.DataVersion(done.content_sha256), metadata=_metadata(done, started)
+
+def build_expert_index(experts: dg.DynamicPartitionsDefinition) -> dg.AssetsDefinition:
+    """The asset whose partitions are the experts."""
+
+    @dg.asset(
+        key=EXPERT_INDEX,
+        partitions_def=experts,
+        group_name="catalog",
+        kinds={"python", "parquet"},
+        owners=owners(),
+        pool="disk_read",
+        output_required=False,  # of several partitions each has an event of its own
     )
+    def expert_index(
+        context: dg.AssetExecutionContext, mergepipe: MergePipe
+    ) -> Iterator[dg.MaterializeResult[None]]:
+        """Makes a checkpoint that landed in the inbox known: headers, digests and block statistics.
 
+        A partition is a checkpoint. Its data version is the digest of the contents: files touched
+        without a change of a byte change nothing downstream. A failure is retried by inbox_sensor:
+        three times, or for as long as storage, network or memory fail.
+        """
+        names = context.partition_keys
+        if len(names) > 1:
+            _index_each(context, mergepipe, names)
+            return
+        started = time.monotonic()
+        try:
+            done = index_arrival(mergepipe.warehouse, names[0], packs=mergepipe.packs)
+        except MergePipeError as error:
+            context.log_event(_problem(mergepipe.warehouse, names[0], error))
+            raise dg.Failure(str(error), allow_retries=False) from error
+        yield dg.MaterializeResult(
+            data_version=dg.DataVersion(done.content_sha256), metadata=_metadata(done, started)
+        )
 
-#: Many partitions that a person asks for are one run.
-expert_index = _expert_index.with_attributes(backfill_policy=dg.BackfillPolicy.single_run())
+    # Many partitions that a person asks for are one run.
+    return expert_index.with_attributes(backfill_policy=dg.BackfillPolicy.single_run())
 
 
 #: The name of the check that fails while recipes cannot use what lies under a name.
 USABLE = "usable"
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", dg.PreviewWarning)  # of partitions of a check
 
-    @dg.asset_check(asset=expert_index.key, name=USABLE, partitions_def=experts)
-    def usable(context: dg.AssetCheckExecutionContext, mergepipe: MergePipe) -> dg.AssetCheckResult:
-        """Recipes can use this checkpoint: it is whole, indexed as it is, and not in quarantine.
+def build_usable(experts: dg.DynamicPartitionsDefinition) -> dg.AssetChecksDefinition:
+    """The check of each partition of the index, which inbox_sensor reports when it changes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", dg.PreviewWarning)  # of partitions of a check
 
-        inbox_sensor reports when that changes.
-        """
-        names = context.partition_keys
-        why = reason_to_wait_for(mergepipe.warehouse, names)
-        return dg.AssetCheckResult(passed=why is None, description=description(why or "It is."))
+        @dg.asset_check(asset=EXPERT_INDEX, name=USABLE, partitions_def=experts)
+        def usable(
+            context: dg.AssetCheckExecutionContext, mergepipe: MergePipe
+        ) -> dg.AssetCheckResult:
+            """Recipes can use this checkpoint: it is whole, indexed as it is, not in quarantine.
+
+            inbox_sensor reports when that changes.
+            """
+            why = reason_to_wait_for(mergepipe.warehouse, context.partition_keys)
+            return dg.AssetCheckResult(passed=why is None, description=description(why or "It is."))
+
+    return usable
 
 
 class Burst(dg.Config):
@@ -110,7 +125,7 @@ def _index_each(
             continue
         context.log_event(
             dg.AssetMaterialization(
-                expert_index.key,
+                EXPERT_INDEX,
                 partition=name,
                 metadata=_metadata(done, started),
                 tags={"dagster/data_version": done.content_sha256},
@@ -161,7 +176,7 @@ def _problem(
     """What the UI shows of an expert that cannot be indexed."""
     known = arrival(warehouse, name)
     return dg.AssetObservation(
-        expert_index.key,
+        EXPERT_INDEX,
         partition=name,
         description=description(str(error)),
         metadata={

@@ -1,4 +1,8 @@
-"""How results look in the Dagster UI: plain values and Markdown tables."""
+"""How results look in the Dagster UI: plain values, tables, and pictures.
+
+The UI shows entries in the order in which they are given, tables in their place, and Markdown of
+1000 characters or more after a click only.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +21,22 @@ from mergepipe_pipeline.report import conflict_tables as tables
 from mergepipe_pipeline.report.explain_tables import bytes_picture
 from mergepipe_pipeline.report.predicted import why_no_error
 from mergepipe_pipeline.report.shares import operator_choices, shares
+from mergepipe_pipeline.spec.evaluation import Metrics, Verdict, figure
 from mergepipe_pipeline.spec.layers import layer_count, layer_name
 from mergepipe_pipeline.spec.outcome import LayerOutcome, Realised
 from mergepipe_pipeline.spec.plan import LayerTask, MergePlan, TensorTask
 from mergepipe_pipeline.spec.shard import Shard
-from mergepipe_pipeline.spec.snapshot import operator_counts
+from mergepipe_pipeline.spec.snapshot import Ref, operator_counts
 from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.text import in_one_line, markdown, percent, size
-from mergepipe_pipeline.verbs.curve import RecipeCurve, picture, rows_of, small_picture
+from mergepipe_pipeline.verbs.curve import (
+    RecipeCurve,
+    picture,
+    rows_of,
+    sentence,
+    small_picture,
+)
+from mergepipe_pipeline.verbs.released import Brought
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.verbs.conflicts import ConflictReports
@@ -32,6 +44,8 @@ if TYPE_CHECKING:
 _GIB = 1 << 30
 #: Chosen operators that are shown with their reasons.
 _MOST_REASONS = 8
+#: Characters of a recipe that are shown, and experts that have a column.
+_MOST_TEXT, _MOST_EXPERTS = 900, 12
 #: Pairs shown as the most conflicting and as the most redundant.
 _MOST_PAIRS = 10
 #: What the checkpoints of rows made for another tokenizer are called.
@@ -44,6 +58,16 @@ def markdown_table(
     """A Markdown table as the UI renders it; cells but links are shown letter by letter."""
     lines = [_table_row(headers), "|" + "---|" * len(headers), *map(_table_row, rows)]
     return dg.MetadataValue.md("\n".join(lines))
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> dg.TableMetadataValue:
+    """A table that the UI shows in its place, however long; cells are shown letter by letter."""
+    records = [
+        dg.TableRecord(dict(zip(headers, (in_one_line(str(cell)) for cell in row), strict=True)))
+        for row in rows
+    ]
+    columns = [dg.TableColumn(header) for header in headers]
+    return dg.MetadataValue.table(records, dg.TableSchema(columns))
 
 
 def _table_row(cells: Sequence[Any]) -> str:
@@ -62,30 +86,45 @@ def description(text: str) -> str:
     return "\n".join(map(markdown, text.split("\n")))
 
 
+def recipe_metadata(file: RecipeFile) -> Mapping[str, Any]:
+    """A recipe's text, the first lines of a long one: what the UI shows in its place."""
+    lines = [in_one_line(line) for line in file.recipe.text.strip().split("\n")]
+    shown, left = list[str](), _MOST_TEXT
+    for line in lines:
+        left -= len(line) + 1
+        if left < 0:
+            shown.append(f"# … {len(lines) - len(shown)} more lines")
+            break
+        shown.append(line)
+    text = "\n".join(shown)
+    fence = "~" * (1 + max(map(len, re.findall("~+", text)), default=2))  # as none inside
+    return {"recipe": dg.MetadataValue.md(f"{fence}yaml\n{text}\n{fence}")}
+
+
 def plan_metadata(plan: MergePlan, recipe_curve: RecipeCurve | None = None) -> Mapping[str, Any]:
-    """What a person asks of a plan, in this order: what it costs and loses, pictures, the inputs
-    and what each gives, and what `told` says of other budgets.
+    """What a person asks of a plan, in this order: what it reads and loses, and what other budgets
+    would; then figures, the inputs, and what each gives.
     """
     e = plan.estimates
     saved = e.expert_bytes_total - e.expert_bytes_planned
     warnings = "\n".join(f"- {markdown(w)}" for w in plan.warnings)
     return {
-        "method": plan.method,
-        "strategy": e.strategy,
-        "budget GiB": "none" if e.budget_bytes is None else gib(e.budget_bytes),
-        "expert GiB planned": gib(e.expert_bytes_planned),
-        **({"expert GiB from packs": gib(e.expert_bytes_packed)} if plan.packs else {}),
-        "expert GiB in all": gib(e.expert_bytes_total),
-        "expert GiB saved": gib(saved),
-        **error_metadata(plan),
+        "in short": sentence(plan),
         **({"warnings": dg.MetadataValue.md(warnings)} if warnings else {}),
         **_curve_metadata(recipe_curve),
+        "method": plan.method,
+        "strategy": e.strategy,
+        **budget_metadata(plan),
+        **({"expert GiB from packs": gib(e.expert_bytes_packed)} if plan.packs else {}),
+        "expert GiB in all": gib(e.expert_bytes_total),
+        **({"expert GiB saved": gib(saved)} if saved else {}),
+        **error_metadata(plan),
         "share read": png(bytes_picture(plan), "share of bytes read by layer and expert"),
         "blocks read": e.blocks_bought,
         "blocks in all": e.blocks_total,
-        "blocks known to be zero": e.blocks_zero,
+        **({"blocks known to be zero": e.blocks_zero} if e.blocks_zero else {}),
         "separate reads": e.reads,
-        "inputs": markdown_table(
+        "inputs": table(
             ("role", "name", "path"),
             [
                 (role, plain_name(s.name), s.root)
@@ -95,7 +134,7 @@ def plan_metadata(plan: MergePlan, recipe_curve: RecipeCurve | None = None) -> M
         **_selected_metadata(plan),
         "operators": operators_table(plan),
         **_choices_metadata(plan),
-        "experts": markdown_table(
+        "experts": table(
             ("expert", "size", "read", "share"),
             [
                 (
@@ -105,11 +144,73 @@ def plan_metadata(plan: MergePlan, recipe_curve: RecipeCurve | None = None) -> M
                     percent(s.nbytes_read / max(1, s.nbytes_total)),
                 )
                 for s in shares(plan, "expert")
+                if s.nbytes_read
             ],
         ),
         "plan id": plan.plan_id,
-        **_budgets_metadata(recipe_curve),
     }
+
+
+def budget_metadata(plan: MergePlan) -> Mapping[str, Any]:
+    """What a plan may read of the experts, and what it reads."""
+    e = plan.estimates
+    return {
+        "budget GiB": "none" if e.budget_bytes is None else gib(e.budget_bytes),
+        "expert GiB planned": gib(e.expert_bytes_planned),
+    }
+
+
+def brought_metadata(story: Brought, ref: Ref) -> Mapping[str, Any]:
+    """What a release brought, as a sentence, as a table, and each metric as a number."""
+    headers = ["", f"version {ref.number}"]
+    if story.before is not None:
+        headers.insert(1, f"version {story.before.number}")
+    rows = [row if story.before else (row[0], row[2]) for row in story.rows]
+    return {
+        "what changed": in_one_line(story.summary),
+        **({"figures": table(headers, rows)} if rows else {}),
+        **metrics_metadata(story.metrics),
+    }
+
+
+def metrics_metadata(metrics: Metrics) -> Mapping[str, float]:
+    """Each metric under its name, as a number that the UI plots over time."""
+    return {in_one_line(name): float(value) for name, value in metrics.items()}
+
+
+def gate_metadata(verdict: Verdict) -> Mapping[str, Any]:
+    """What a gate asks for and got, as a table; then each metric and limit as a number to plot."""
+    rows, figures = [], dict[str, float]()
+    for f in verdict.findings:
+        metric, asked = in_one_line(f.threshold.metric), f.threshold.comparison.replace("_", " ")
+        live = "-" if f.live is None else figure(f.live)
+        met = "yes" if f.passed else "NO"
+        rows.append((metric, figure(f.value), live, f.threshold.summary, met))
+        named = {metric: f.value, f"{metric}: {asked}": f.limit, f"{metric}: live": f.live}
+        figures |= {name: float(value) for name, value in named.items() if value is not None}
+    headers = ("metric", "value", "live", "the gate asks for", "met")
+    return {"thresholds": table(headers, rows), **figures}
+
+
+def report_metadata(plan: MergePlan) -> Mapping[str, Any]:
+    """By layer and expert, what was read; layers and experts of which nothing was are left out."""
+    cells: dict[str, dict[str, list[int]]] = {}
+    by_expert = Counter[str]()
+    for s in shares(plan, "layer"):
+        if s.nbytes_read:
+            name = plain_name(s.expert)
+            cell = cells.setdefault(s.place, {}).setdefault(name, [0, 0])
+            cell[0] += s.nbytes_read
+            cell[1] += s.nbytes_total
+            by_expert[name] += s.nbytes_read
+    names = [name for name, _ in by_expert.most_common(_MOST_EXPERTS)]
+    rows = [
+        (layer, *(" of ".join(map(size, mine[name])) if name in mine else "" for name in names))
+        for layer, mine in cells.items()
+    ]
+    left = len(by_expert) - len(names)
+    more = {"experts that are not shown": f"{left}, of which less was read"} if left else {}
+    return {"read of each expert": table(("layer", *names), rows) if rows else "nothing", **more}
 
 
 def time_metadata(seconds: float | str) -> Mapping[str, Any]:
@@ -145,9 +246,9 @@ def plain_name(name: str) -> str:
     return _TOKEN_ROWS.sub("new token rows", name)
 
 
-def operators_table(plan: MergePlan) -> dg.MarkdownMetadataValue:
+def operators_table(plan: MergePlan) -> dg.TableMetadataValue:
     """How many tensors each operator makes."""
-    return markdown_table(("operator", "variant", "tensors"), operator_counts(plan))
+    return table(("operator", "variant", "tensors"), operator_counts(plan))
 
 
 def stages_metadata(file: RecipeFile) -> Mapping[str, Any]:
@@ -158,7 +259,7 @@ def stages_metadata(file: RecipeFile) -> Mapping[str, Any]:
         (s.stage or "the result", s.method, ", ".join(r.text for r in s.references))
         for s in file.stages
     ]
-    return {"stages": markdown_table(("stage", "method", "models"), rows)}
+    return {"stages": table(("stage", "method", "models"), rows)}
 
 
 def _bytes_metadata(cost: Realised | LayerOutcome) -> dict[str, float]:
@@ -220,7 +321,7 @@ def shards_metadata(records: Sequence[LayerRecord]) -> Mapping[str, Any]:
     return {
         **merge_metadata(total, max(seconds, default=0.0)),
         "seconds of all workers": round(sum(seconds), 3),
-        "workers": markdown_table((*headers, "peak memory", "seconds"), rows),
+        "workers": table((*headers, "peak memory", "seconds"), rows),
     }
 
 
@@ -257,22 +358,18 @@ def _views(task: TensorTask) -> Sequence[TensorView]:
 
 
 def _curve_metadata(recipe_curve: RecipeCurve | None) -> Mapping[str, Any]:
-    """A picture of what other budgets and strategies would lose, and its knee."""
-    if recipe_curve is None or recipe_curve.unknown:
-        return {}
-    knee = recipe_curve.curve.knee
-    return {
-        **({"knee GiB": gib(knee.nbytes)} if knee else {}),
-        "error by budget": svg(small_picture(recipe_curve), "predicted error over bytes"),
-        "error by budget, large": png(picture(recipe_curve), "predicted error over expert bytes"),
-    }
-
-
-def _budgets_metadata(recipe_curve: RecipeCurve | None) -> Mapping[str, Any]:
-    """The same as a table, or why there is none."""
+    """What other budgets and strategies would lose, in pictures and a table, or why none says."""
     if recipe_curve is None:
         return {}
-    return {"budgets": recipe_curve.unknown or markdown_table(*rows_of(recipe_curve.curve))}
+    if recipe_curve.unknown:
+        return {"budgets": recipe_curve.unknown}
+    curve = recipe_curve.curve
+    return {
+        "loss by budget": dg.MetadataValue.md(small_picture(recipe_curve)),
+        "loss by budget, all strategies": png(picture(recipe_curve), "predicted loss over bytes"),
+        "budgets": table(*rows_of(curve)),
+        **({"knee GiB": gib(curve.knee.nbytes)} if curve.knee else {}),
+    }
 
 
 def _selected_metadata(plan: MergePlan) -> Mapping[str, Any]:
@@ -280,7 +377,7 @@ def _selected_metadata(plan: MergePlan) -> Mapping[str, Any]:
     chosen = plan.request.selected
     rows = [(s.label, plain_name(name), why) for s in chosen for name, why in s.answers]
     headers = ("selector", "expert", "taken, or why not")
-    return {"selected": markdown_table(headers, rows)} if rows else {}
+    return {"selected": table(headers, rows)} if rows else {}
 
 
 def _choices_metadata(plan: MergePlan) -> Mapping[str, Any]:
@@ -294,7 +391,7 @@ def _choices_metadata(plan: MergePlan) -> Mapping[str, Any]:
         rows.append((f"… and {len(chosen) - _MOST_REASONS} more, in provenance.json", "", ""))
     return {
         **{f"tensors made by {kind}": n for kind, n in sorted(counts.items())},
-        "choices": markdown_table(("tensor", "operator", "reason"), rows),
+        "choices": table(("tensor", "operator", "reason"), rows),
     }
 
 
@@ -328,12 +425,6 @@ def conflict_metadata(reports: ConflictReports) -> Mapping[str, Any]:
 
 def _pairs(rows: Sequence[tables.Row]) -> dg.MarkdownMetadataValue | str:
     return markdown_table(tables.PAIR_HEADERS, rows) if rows else "none"
-
-
-def svg(picture: str, description: str) -> dg.MarkdownMetadataValue:
-    """A picture that the UI shows in its place: it does so with Markdown under 1000 characters."""
-    encoded = b64encode(picture.encode()).decode()
-    return dg.MetadataValue.md(f"![{description}](data:image/svg+xml;base64,{encoded})")
 
 
 def png(picture: bytes, description: str) -> dg.MarkdownMetadataValue:

@@ -12,13 +12,15 @@ from collections.abc import Iterator
 import dagster as dg
 
 from mergepipe_pipeline.assets.evaluation import before_release, build_evaluation
-from mergepipe_pipeline.assets.experts import expert_index
+from mergepipe_pipeline.assets.experts import EXPERT_INDEX
 from mergepipe_pipeline.assets.failures import as_failure
 from mergepipe_pipeline.assets.freshness import build_on_schedule, on_schedule_key
 from mergepipe_pipeline.assets.labels import labels
 from mergepipe_pipeline.assets.layers import build_merge
 from mergepipe_pipeline.assets.links import Link, expert_link
 from mergepipe_pipeline.assets.metadata import (
+    brought_metadata,
+    budget_metadata,
     conflict_metadata,
     description,
     error_metadata,
@@ -28,6 +30,8 @@ from mergepipe_pipeline.assets.metadata import (
     operators_table,
     plain_name,
     plan_metadata,
+    recipe_metadata,
+    report_metadata,
     stages_metadata,
     time_metadata,
 )
@@ -35,10 +39,9 @@ from mergepipe_pipeline.assets.problems import problem_asset
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.report.shares import shares
 from mergepipe_pipeline.resources import Engine, MergePipe
 from mergepipe_pipeline.spec.selector import by_expert
-from mergepipe_pipeline.text import in_one_line, size
+from mergepipe_pipeline.text import in_one_line
 from mergepipe_pipeline.verbs.audit import audit_budget, audit_recipe
 from mergepipe_pipeline.verbs.curve import curve_of_plan
 from mergepipe_pipeline.verbs.deploy import (
@@ -49,6 +52,7 @@ from mergepipe_pipeline.verbs.deploy import (
     seconds_to_merge,
     snapshot_recipe,
 )
+from mergepipe_pipeline.verbs.released import brought
 
 #: The tag of a run that planned with another budget than the recipe's.
 BUDGET_TAG = "mergepipe/budget"
@@ -86,7 +90,7 @@ def build_problem(file: RecipeFile) -> dg.AssetsDefinition:
 
 def _members(file: RecipeFile) -> dg.AssetDep:
     mapping = dg.SpecificPartitionsPartitionMapping(list(file.members))
-    return dg.AssetDep(expert_index, partition_mapping=mapping)
+    return dg.AssetDep(EXPERT_INDEX, partition_mapping=mapping)
 
 
 def _conflicts(file: RecipeFile) -> dg.AssetsDefinition:
@@ -130,8 +134,8 @@ def _plan(file: RecipeFile) -> dg.AssetsDefinition:
     ) -> dg.MaterializeResult[None]:
         """Decides what is read of which expert under the budget, and bounds what that loses.
 
-        Stages before the last are merged here: what they give is what the plan reads. The pictures
-        show what each budget would lose, and where the bytes go.
+        Stages before the last are merged here: what they give is what the plan reads. Below are the
+        recipe, what it costs and loses, and what any other budget would.
         """
         started = time.monotonic()
         if engine.budget is not None:
@@ -141,6 +145,7 @@ def _plan(file: RecipeFile) -> dg.AssetsDefinition:
         return dg.MaterializeResult(
             data_version=dg.DataVersion(made.plan_id),
             metadata={
+                **recipe_metadata(file),
                 **stages_metadata(file),
                 **plan_metadata(made, curve_of_plan(mergepipe.warehouse, made)),
                 **time_metadata(seconds_to_merge(mergepipe.warehouse, made)),
@@ -158,14 +163,11 @@ def _within_budget(file: RecipeFile) -> dg.AssetChecksDefinition:
     def within_budget(mergepipe: MergePipe) -> dg.AssetCheckResult:
         """The plan reads no more of the experts than the budget allows; else nothing is merged."""
         plan = current_plan(mergepipe.warehouse, file.name)
-        e, report = plan.estimates, audit_budget(plan)
+        report = audit_budget(plan)
         return dg.AssetCheckResult(
             passed=report.is_kept,
             description=description(report.summary),
-            metadata={
-                "expert GiB planned": gib(e.expert_bytes_planned),
-                "budget GiB": "none" if e.budget_bytes is None else gib(e.budget_bytes),
-            },
+            metadata=budget_metadata(plan),
         )
 
     return within_budget
@@ -179,12 +181,12 @@ def _snapshot(file: RecipeFile) -> dg.AssetsDefinition:
         **labels(file, "huggingface", "safetensors"),
     )
     @as_failure
-    def snapshot(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
+    def snapshot(mergepipe: MergePipe, engine: Engine) -> dg.MaterializeResult[None]:
         """Makes the merged model: a folder that transformers loads, and that never changes.
 
         It appears whole, by one rename. The checks read each of its bytes before it is released.
         """
-        made, cost = snapshot_recipe(mergepipe.warehouse, file.name)
+        made, cost = snapshot_recipe(mergepipe.warehouse, file.name, engine.options)
         plan = current_plan(mergepipe.warehouse, file.name)
         selectors = by_expert(plan.request.selected)
         return dg.MaterializeResult(
@@ -282,9 +284,12 @@ def _release(file: RecipeFile) -> dg.AssetsDefinition:
         ref, done = release_recipe(mergepipe.warehouse, file)
         if file.recipe.schedule is not None:
             context.log_event(dg.AssetMaterialization(on_schedule_key(file.name)))
+        plan = current_plan(mergepipe.warehouse, file.name)
         return dg.MaterializeResult(
             data_version=dg.DataVersion(ref.snapshot_id),
             metadata={
+                **brought_metadata(brought(mergepipe.warehouse, file, ref), ref),
+                **budget_metadata(plan),
                 "ref": ref.name,
                 "ref version": ref.number,
                 "snapshot": dg.MetadataValue.asset(dg.AssetKey([file.name, "snapshot"])),
@@ -307,19 +312,12 @@ def _report(file: RecipeFile) -> dg.AssetsDefinition:
     def report(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
         """Says how much of which expert went into each layer of what is released."""
         plan = current_plan(mergepipe.warehouse, file.name)
-        rows = [
-            (
-                s.place,
-                plain_name(s.expert),
-                size(s.nbytes_total),
-                size(s.nbytes_read),
-                size(s.nbytes_known_zero),
-            )
-            for s in shares(plan, "layer")
-        ]
-        headers = ("layer", "expert", "size", "read", "known zero")
         return dg.MaterializeResult(
-            metadata={"by layer": markdown_table(headers, rows), **plan_metadata(plan)}
+            metadata={
+                **report_metadata(plan),
+                "plan": dg.MetadataValue.asset(dg.AssetKey([file.name, "plan"])),
+                "plan id": plan.plan_id,
+            }
         )
 
     return report

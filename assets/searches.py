@@ -9,11 +9,12 @@ from typing import Any
 
 import dagster as dg
 
-from mergepipe_pipeline.assets.experts import expert_index
+from mergepipe_pipeline.assets.experts import EXPERT_INDEX
 from mergepipe_pipeline.assets.failures import as_failure
 from mergepipe_pipeline.assets.labels import labels
-from mergepipe_pipeline.assets.metadata import markdown_table, plain_name, short, svg
-from mergepipe_pipeline.report.front import DrawnFront, front_picture, front_sketch
+from mergepipe_pipeline.assets.metadata import metrics_metadata, plain_name, png, short, table
+from mergepipe_pipeline.deploy.instance import own_name
+from mergepipe_pipeline.report.front import DrawnFront, front_chart, front_picture
 from mergepipe_pipeline.resources import Engine, MergePipe
 from mergepipe_pipeline.text import in_one_line, size
 from mergepipe_pipeline.verbs.search import (
@@ -37,19 +38,20 @@ from mergepipe_pipeline.verbs.standing_searches import (
 SEARCH_TAG = "mergepipe/search"
 
 
-def candidates(standing: StandingSearch) -> dg.DynamicPartitionsDefinition:
-    """The candidates that a search has proposed, by number."""
-    return dg.DynamicPartitionsDefinition(name=f"{standing.name} candidates")
+def candidates(standing: StandingSearch, identity: str) -> dg.DynamicPartitionsDefinition:
+    """The candidates that a search of the warehouse of this identity has proposed, by number."""
+    name = own_name(f"{standing.name} candidates", identity)
+    return dg.DynamicPartitionsDefinition(name=name)
 
 
-def pool(standing: StandingSearch) -> str:
+def pool(standing: StandingSearch, identity: str) -> str:
     """The pool of which each evaluation of a search takes a place."""
-    return f"search_{standing.identifier}"
+    return own_name(f"search_{standing.identifier}", identity)
 
 
-def build_search_assets(standing: StandingSearch) -> list[dg.AssetsDefinition]:
-    """All assets of one search."""
-    return [_prior(standing), _evaluations(standing), _front(standing), _refs(standing)]
+def build_search_assets(standing: StandingSearch, identity: str) -> list[dg.AssetsDefinition]:
+    """All assets of one search of the warehouse of this identity."""
+    return [_prior(standing), _evaluations(standing, identity), _front(standing), _refs(standing)]
 
 
 def build_search_jobs(standing: StandingSearch) -> dict[str, Any]:
@@ -75,7 +77,7 @@ def _prior(standing: StandingSearch) -> dg.AssetsDefinition:
 
     @dg.asset(
         key=[standing.name, "prior"],
-        deps=[dg.AssetDep(expert_index, partition_mapping=mapping)],
+        deps=[dg.AssetDep(EXPERT_INDEX, partition_mapping=mapping)],
         **labels(standing, "python", "json"),
     )
     @as_failure
@@ -91,12 +93,12 @@ def _prior(standing: StandingSearch) -> dg.AssetsDefinition:
     return prior
 
 
-def _evaluations(standing: StandingSearch) -> dg.AssetsDefinition:
+def _evaluations(standing: StandingSearch, identity: str) -> dg.AssetsDefinition:
     @dg.asset(
         key=[standing.name, "evaluations"],
         deps=[[standing.name, "prior"]],
-        partitions_def=candidates(standing),
-        pool=pool(standing),
+        partitions_def=candidates(standing, identity),
+        pool=pool(standing, identity),
         **labels(standing, "python", "safetensors"),
     )
     @as_failure
@@ -157,7 +159,7 @@ def _refs(standing: StandingSearch) -> dg.AssetsDefinition:
         return dg.MaterializeResult(
             data_version=dg.DataVersion(results),
             metadata={
-                "refs": markdown_table(("ref", "version", "snapshot"), rows),
+                "refs": table(("ref", "version", "snapshot"), rows),
                 **_pictures(find_front(mergepipe.warehouse, search).drawn()),
             },
         )
@@ -183,7 +185,7 @@ def _prior_metadata(cost: SearchCost, prior: Prior, proposed: list[int]) -> dict
     ]
     return {
         "cost at most": cost.told,
-        "coordinates": markdown_table(("weight of", "score", "length-scale"), rows),
+        "coordinates": table(("weight of", "score", "length-scale"), rows),
         "candidates proposed": ", ".join(map(str, proposed)) or "none",
     }
 
@@ -191,7 +193,7 @@ def _prior_metadata(cost: SearchCost, prior: Prior, proposed: list[int]) -> dict
 def _result_metadata(done: Result) -> dict[str, Any]:
     merge = done.merge
     return {
-        **{name: float(value) for name, value in done.metrics.items()},
+        **metrics_metadata(done.metrics),
         **({"failure": in_one_line(done.failure)} if done.failure else {}),
         "snapshot id": done.snapshot_id or "none",
         **(
@@ -210,8 +212,8 @@ def _result_metadata(done: Result) -> dict[str, Any]:
 
 def _pictures(shown: DrawnFront) -> dict[str, Any]:
     return {
-        "front": svg(front_sketch(shown), "the first objective over the last one"),
-        "front, large": svg(front_picture(shown), "front and hypervolume"),
+        "front": dg.MetadataValue.md(front_chart(shown)),
+        "front, all objectives": png(front_picture(shown), "front and hypervolume"),
     }
 
 
@@ -220,11 +222,12 @@ def _front_metadata(front: Front) -> dict[str, Any]:
     rows = [
         (t.number, t.ref or "-", *(f"{t.metrics[name]:.4g}" for name in names)) for t in front.best
     ]
+    failures = sum(bool(t.failure) for t in front.trials)
     return {
         "hypervolume": short(front.hypervolume),
         "evaluations": len(front.trials),
-        "failures": sum(bool(t.failure) for t in front.trials),
+        **({"failures": failures} if failures else {}),
         "on the front": len(front.best),
         **({"warnings": "; ".join(front.warnings)} if front.warnings else {}),
-        "candidates": markdown_table(("candidate", "ref", *map(plain_name, names)), rows),
+        "candidates": table(("candidate", "ref", *map(plain_name, names)), rows),
     }

@@ -10,17 +10,26 @@ from dataclasses import dataclass, replace
 import dagster as dg
 
 from mergepipe_pipeline.assets.bisect import build_bisect, build_bisect_job
-from mergepipe_pipeline.assets.experts import expert_index, index_burst, usable
+from mergepipe_pipeline.assets.experts import (
+    build_expert_index,
+    build_usable,
+    experts_of,
+    index_burst,
+)
+from mergepipe_pipeline.assets.metadata import description
 from mergepipe_pipeline.assets.problems import problem_asset
 from mergepipe_pipeline.assets.recipes import build_problem, build_recipe_assets
 from mergepipe_pipeline.assets.searches import build_search_assets, build_search_jobs
 from mergepipe_pipeline.assets.space import free_space
+from mergepipe_pipeline.assets.status import build_status
 from mergepipe_pipeline.cluster.executors import build_executor
+from mergepipe_pipeline.deploy.instance import identity_of
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
+from mergepipe_pipeline.deploy.standing import how_to_begin
 from mergepipe_pipeline.resources import Engine, MergePipe
 from mergepipe_pipeline.sensors.bisect import build_bisect_sensor
 from mergepipe_pipeline.sensors.failures import failure_sensor
-from mergepipe_pipeline.sensors.inbox import inbox_sensor, index_job
+from mergepipe_pipeline.sensors.inbox import build_inbox_sensor, index_job
 from mergepipe_pipeline.sensors.orphans import orphans_sensor
 from mergepipe_pipeline.sensors.recipes import (
     AssetJob,
@@ -37,8 +46,9 @@ from mergepipe_pipeline.settings import SHARDS
 from mergepipe_pipeline.verbs.standing_searches import StandingSearch, standing_searches
 from mergepipe_pipeline.warehouse import Warehouse
 
-#: What there is without any recipe.
-_ASSETS, _JOBS = (expert_index, free_space), (index_job, index_burst, space_job)
+#: What there is to do without any recipe.
+_JOBS = (index_job, index_burst, space_job)
+_SENSORS = (orphans_sensor, retention_sensor, failure_sensor, stalled_sensor)
 
 
 def build_definitions(
@@ -54,14 +64,15 @@ def build_definitions(
 
     A recipe that cannot be used is one asset that says why, and has no job.
     """
+    identity, experts = identity_of(home), experts_of(home)
     files = recipe_files(home)
     parts = [_parts(c, shards or SHARDS.value()) for c in files]
     problems = [p for p in parts if isinstance(p, RecipeFile)]
     chains = [p for p in parts if not isinstance(p, RecipeFile)]
     jobs = [chain.job for chain in chains]
     traced = {chain.file.name: chain.bisect for chain in chains if chain.bisect}
-    built = [d for chain in chains for d in chain.assets]
-    searches = _searches(home, files, is_known)
+    built = [build_usable(experts), *(d for chain in chains for d in chain.assets)]
+    searches = _searches(home, identity, files, is_known)
     refused = {
         file.token: p.problem or ""
         for file, p in zip(files, parts, strict=True)
@@ -69,28 +80,40 @@ def build_definitions(
     }
     return dg.Definitions(
         assets=[
-            *_ASSETS,
+            *_without_recipes(home, experts),
             *(build_problem(file) for file in problems),
             *(d for d in built if not isinstance(d, dg.AssetChecksDefinition)),
             *searches.assets,
         ],
-        asset_checks=[usable, *(d for d in built if isinstance(d, dg.AssetChecksDefinition))],
+        asset_checks=[d for d in built if isinstance(d, dg.AssetChecksDefinition)],
         jobs=[*_JOBS, *jobs, *traced.values(), *searches.jobs],
         schedules=[space_daily, *(chain.nightly for chain in chains if chain.nightly)],
         sensors=[
-            inbox_sensor,
-            orphans_sensor,
+            *_SENSORS,
+            build_inbox_sensor(experts),
             build_recipe_sensor([chain.file for chain in chains], refused, jobs, is_known),
-            build_reload_sensor(files_token((*files, *searches.files))),
-            retention_sensor,
-            failure_sensor,
-            stalled_sensor,
+            build_reload_sensor(files_token(identity, (*files, *searches.files))),
             *([build_bisect_sensor(traced, is_known)] if traced else []),
             *searches.sensors,
         ],
         resources={"mergepipe": mergepipe or MergePipe(home=str(home.root)), "engine": Engine()},
         executor=build_executor(home),
     )
+
+
+def _without_recipes(
+    home: Warehouse, experts: dg.DynamicPartitionsDefinition
+) -> list[dg.AssetsDefinition]:
+    """The assets that there are without any recipe; they say how to begin."""
+    land, write = (description(text) for text in how_to_begin(home))
+    begin = f"To begin, {land}; then {write}."
+
+    def with_begin(spec: dg.AssetSpec) -> dg.AssetSpec:
+        return spec.replace_attributes(description=f"{spec.description}\n\n{begin}")
+
+    (index,) = dg.map_asset_specs(with_begin, [build_expert_index(experts)])
+    assert isinstance(index, dg.AssetsDefinition)
+    return [build_status(begin), index, free_space]
 
 
 @dataclass(frozen=True)
@@ -115,7 +138,10 @@ class _Searches:
 
 
 def _searches(
-    home: Warehouse, recipes: tuple[RecipeFile, ...], is_known: Callable[[], bool]
+    home: Warehouse,
+    identity: str,
+    recipes: tuple[RecipeFile, ...],
+    is_known: Callable[[], bool],
 ) -> _Searches:
     """Of every search file its assets, or one that says why it cannot be used."""
     files = standing_searches(home, recipes)
@@ -124,11 +150,11 @@ def _searches(
     return _Searches(
         files,
         [
-            *(asset for file in usable for asset in build_search_assets(file)),
+            *(asset for file in usable for asset in build_search_assets(file, identity)),
             *(problem_asset(file, "prior") for file in files if file.problem is not None),
         ],
         [job for steps in jobs.values() for job in steps.values()],
-        [build_search_sensor(jobs, is_known)] if files else [],
+        [build_search_sensor(jobs, identity, is_known)] if files else [],
     )
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mergepipe_pipeline.secrets import discreet
+
 
 class MergePipeError(Exception):
     """Root of all errors raised on purpose; `exit_code` is the exit status."""
@@ -30,7 +32,15 @@ class MergePipeError(Exception):
         self.expected = expected
         self.found = found
         self.next_step = next_step
-        super().__init__(what)
+        super().__init__(self.what)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # Whoever sets a part, also later: no error tells a secret of an address.
+        if isinstance(value, str):
+            value = discreet(value)
+        elif isinstance(value, tuple):
+            value = tuple(discreet(v) if isinstance(v, str) else v for v in value)
+        super().__setattr__(name, value)
 
     def __str__(self) -> str:
         parts = [_ended(self.what)]

@@ -12,6 +12,7 @@ from typing import Any
 import dagster as dg
 from pydantic import Field
 
+from mergepipe_pipeline.deploy.instance import identity_of
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.execution.plan_leases import lease_run, run_lives
 from mergepipe_pipeline.settings import (
@@ -27,6 +28,9 @@ from mergepipe_pipeline.settings import (
     Setting,
 )
 from mergepipe_pipeline.warehouse import Warehouse
+
+#: The tag by which a run of ours is known: the identity of its warehouse.
+WAREHOUSE_TAG = "mergepipe/warehouse"
 
 
 def _variable(setting: Setting[Any]) -> Any:
@@ -49,16 +53,29 @@ class MergePipe(dg.ConfigurableResource):  # type: ignore[type-arg]
 
     @contextmanager
     def yield_for_execution(self, context: dg.InitResourceContext) -> Iterator["MergePipe"]:
-        """The resource, with a lease that tells while a run has it that its process lives."""
-        if context.run is None:
+        """The resource, with a lease that tells while a run has it that its process lives.
+
+        The run is marked as ours, however it was launched: one that somebody starts by a choice of
+        assets has no tags of a job.
+        """
+        run = context.run
+        if run is None:
             yield self
             return
-        with lease_run(self.warehouse, context.run.run_id):
+        with lease_run(self.warehouse, run.run_id):
+            is_ours = self.tags.items() <= run.tags.items()
+            if context.instance and not is_ours:
+                context.instance.add_run_tags(run.run_id, self.tags)
             yield self
 
     def run_lives(self, run_id: str) -> bool | None:
         """Whether a process has such a lease of the run; None if nobody ever had one."""
         return run_lives(self.warehouse, run_id)
+
+    @property
+    def tags(self) -> dict[str, str]:
+        """The tag of runs that work on this warehouse."""
+        return {WAREHOUSE_TAG: identity_of(self.warehouse)}
 
     @property
     def warehouse(self) -> Warehouse:

@@ -14,6 +14,8 @@ from datetime import UTC, datetime
 from itertools import islice
 from typing import Any
 
+from mergepipe_pipeline.secrets import discreet
+
 #: Controls (C0 but the newline, DEL, C1), marks and overrides of direction, other ends of lines,
 #: halves of characters.
 _UNSAFE = re.compile(
@@ -30,12 +32,19 @@ def visible(text: str) -> str:
 
     So no name can look like a line of its own.
     """
-    return re.sub(r"\n(?! )", "\n  ", _UNSAFE.sub(_escape, text))
+    return re.sub(r"\n(?! )", "\n  ", _UNSAFE.sub(_escape, discreet(text)))
 
 
 def in_one_line(text: str) -> str:
     """As `visible`, for a cell of a table: newlines are escaped too."""
-    return _UNSAFE.sub(_escape, text).replace("\n", "\\n")
+    return _UNSAFE.sub(_escape, discreet(text)).replace("\n", "\\n")
+
+
+def whole_number(text: str, most: int) -> int | None:
+    """The whole number that a text from outside is; None for another text, or above `most`."""
+    if not (text.isascii() and text.isdecimal() and len(text) <= len(str(most))):
+        return None
+    return number if (number := int(text)) <= most else None
 
 
 def size(nbytes: float | None) -> str:
@@ -47,6 +56,12 @@ def size(nbytes: float | None) -> str:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
     return f"{nbytes:.2f} TiB"
+
+
+def byte_unit(most: float) -> tuple[str, int]:
+    """The unit in which figures of at most so many bytes are shown together, and its bytes."""
+    units = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+    return next(((name, nbytes) for name, nbytes in units if most >= nbytes), ("B", 1))
 
 
 def percent(share: float | None) -> str:

@@ -1,5 +1,7 @@
 """Dagster sensors and schedules: one watched place per file; they decide when, never what."""
 
+from collections.abc import Sequence
+
 from mergepipe_pipeline.settings import SENSOR_INTERVAL
 
 #: For sensors that somebody waits for. Dagster looks every 5 s: with 5 here, a tick that began late
@@ -19,3 +21,8 @@ BURST_PRIORITY, NIGHTLY_PRIORITY = "-1", "-2"
 def interval_s(usual_s: int) -> int:
     """Seconds between the ticks of a sensor, as its setting says, or what is usual."""
     return SENSOR_INTERVAL.value() or usual_s
+
+
+def separated(reasons: Sequence[str]) -> str:
+    """Reasons of a tick, each on a line with a dot before it: the UI shows all in one line."""
+    return "".join(reasons) if len(reasons) < 2 else "\n".join(f"• {r}" for r in reasons)

@@ -10,12 +10,12 @@ from dagster_shared.error import SerializableErrorInfo
 
 from mergepipe_pipeline.deploy.faults import SILENT, Fault, fault_of
 from mergepipe_pipeline.deploy.retry import MOST_ATTEMPTS, Attempt
+from mergepipe_pipeline.sensors.ours import ACTIVE, Ours
 from mergepipe_pipeline.text import plain_of_markdown
 
 RECIPE_TAG = "mergepipe/recipe"
 #: The number of a run among those at the same; a person's runs have that of the run they repeat.
 ATTEMPT_TAG = "mergepipe/attempt"
-ACTIVE = [Status.QUEUED, Status.NOT_STARTED, Status.STARTING, Status.STARTED, Status.CANCELING]
 _FAILED = [Status.FAILURE, Status.CANCELED]
 #: Failed runs that a look reads, those of persons among them; the others are counted.
 _MOST_READ = 20
@@ -25,23 +25,24 @@ _CHECK_FAILED = "DagsterAssetCheckFailedError"
 _OUTSIDE = "This run has been marked as failed from outside"
 
 
-def recipes_under_way(instance: dg.DagsterInstance) -> set[str]:
+def recipes_under_way(ours: Ours) -> set[str]:
     """The recipes that a run works on, or waits to; somebody's own choice of assets among them."""
     recipes = set[str]()
-    for run in instance.get_runs(dg.RunsFilter(statuses=ACTIVE)):
+    for run in ours.runs(ACTIVE):
         recipes |= {key.path[0] for key in run.asset_selection or ()}
         if RECIPE_TAG in run.tags:
             recipes.add(run.tags[RECIPE_TAG])
     return recipes
 
 
-def failed_attempts(instance: dg.DagsterInstance, tags: Mapping[str, str]) -> list[Attempt]:
-    """The last runs with these tags that failed or were cancelled, oldest first.
+def failed_attempts(ours: Ours, tags: Mapping[str, str]) -> list[Attempt]:
+    """Our last runs with these tags that failed or were cancelled, oldest first.
 
     What a person executed again with a configuration of its own is no attempt: another budget or
     device may fail where what is asked for does not.
     """
-    wanted = dg.RunsFilter(tags=dict(tags), statuses=_FAILED)
+    instance = ours.instance
+    wanted = dg.RunsFilter(tags={**tags, **ours.tags}, statuses=_FAILED)
     # After a month without storage there are hundreds, and every tick asks.
     read = instance.get_run_records(wanted, limit=_MOST_READ)
     failed = [r for r in read if not r.dagster_run.run_config]
@@ -49,7 +50,7 @@ def failed_attempts(instance: dg.DagsterInstance, tags: Mapping[str, str]) -> li
     if len(read) == _MOST_READ and number >= MOST_ATTEMPTS:
         number += instance.get_runs_count(wanted) - len(read)
     elif len(read) == _MOST_READ:
-        failed = _failed(instance, tags)
+        failed = [r for r in instance.get_run_records(wanted) if not r.dagster_run.run_config]
         number = len(failed)
     return [_attempt(instance, r, number - i) for i, r in enumerate(failed[:MOST_ATTEMPTS])][::-1]
 
@@ -60,22 +61,16 @@ def attempt_of(instance: dg.DagsterInstance, run_id: str) -> Attempt:
     return _attempt(instance, record)
 
 
-def next_attempt(instance: dg.DagsterInstance, tags: Mapping[str, str]) -> str:
-    """The number of the next run with these tags, which none has: no two may have one key.
+def next_attempt(ours: Ours, tags: Mapping[str, str]) -> str:
+    """The number of our next run with these tags, which none has: no two may have one key.
 
     However they ended: a release whose record was lost is made once more, after a run that
     succeeded. Counting does not do: people delete runs, and so does `retention_sensor`.
     """
-    runs = instance.get_runs(dg.RunsFilter(tags=dict(tags)))[::-1]
+    runs = ours.runs([], tags)[::-1]
     # Runs of earlier versions have no number.
     numbers = (int(run.tags.get(ATTEMPT_TAG, place)) for place, run in enumerate(runs, 1))
     return str(max(numbers, default=0) + 1)
-
-
-def _failed(instance: dg.DagsterInstance, tags: Mapping[str, str]) -> list[dg.RunRecord]:
-    """The newest first."""
-    wanted = dg.RunsFilter(tags=dict(tags), statuses=_FAILED)
-    return [r for r in instance.get_run_records(wanted) if not r.dagster_run.run_config]
 
 
 def _attempt(instance: dg.DagsterInstance, record: dg.RunRecord, number: int = 1) -> Attempt:

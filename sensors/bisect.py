@@ -9,7 +9,7 @@ import dagster as dg
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.deploy.retry import reason_to_wait
 from mergepipe_pipeline.resources import MergePipe
-from mergepipe_pipeline.sensors import SOON_S, interval_s
+from mergepipe_pipeline.sensors import SOON_S, interval_s, separated
 from mergepipe_pipeline.sensors.attempts import (
     ATTEMPT_TAG,
     RECIPE_TAG,
@@ -17,6 +17,7 @@ from mergepipe_pipeline.sensors.attempts import (
     next_attempt,
     recipes_under_way,
 )
+from mergepipe_pipeline.sensors.ours import Ours
 from mergepipe_pipeline.sensors.outage import while_writable
 from mergepipe_pipeline.sensors.pools import make_pools_known
 from mergepipe_pipeline.text import visible
@@ -50,25 +51,26 @@ def build_bisect_sensor(
         make_pools_known(context.instance)
         if not is_known():
             return dg.SensorResult(skip_reason=dg.SkipReason("definitions are being loaded"))
+        ours = Ours.of(context, mergepipe)
         requests, lines = [], []
         for file in recipe_files(mergepipe.warehouse):
             if file.name not in jobs or file.problem is not None:
                 continue
-            asked = _request_or_reason(mergepipe, file, context.instance, jobs[file.name].name)
+            asked = _request_or_reason(mergepipe, file, ours, jobs[file.name].name)
             if isinstance(asked, dg.RunRequest):
                 requests.append(asked)
                 asked = "a run is requested"
             lines.append(visible(f"{file.name}: {asked}"))
         if requests:
-            context.log.info("\n".join(lines))
+            context.log.info(separated(lines))
             return dg.SensorResult(run_requests=requests)
-        return dg.SensorResult(skip_reason=dg.SkipReason("\n".join(lines) or "no recipes"))
+        return dg.SensorResult(skip_reason=dg.SkipReason(separated(lines) or "no recipes"))
 
     return bisect_sensor
 
 
 def _request_or_reason(
-    mergepipe: MergePipe, file: RecipeFile, instance: dg.DagsterInstance, job: str
+    mergepipe: MergePipe, file: RecipeFile, ours: Ours, job: str
 ) -> dg.RunRequest | str:
     """A run that traces what the recipe's gate refused, or why none is asked for."""
     try:
@@ -77,13 +79,15 @@ def _request_or_reason(
         return str(error)
     if token is None:
         return "nothing is refused that was not traced"
-    if file.name in recipes_under_way(instance):
+    if file.name in recipes_under_way(ours):
         return "a run is under way"
     tags = {RECIPE_TAG: file.name, REFUSAL_TAG: token}
-    waiting = reason_to_wait(failed_attempts(instance, tags), time.time(), mergepipe.retry_s)
+    waiting = reason_to_wait(failed_attempts(ours, tags), time.time(), mergepipe.retry_s)
     if waiting is not None:
         return waiting
-    attempt = next_attempt(instance, tags)
+    attempt = next_attempt(ours, tags)
     return dg.RunRequest(
-        run_key=f"{file.name}:{token}:{attempt}", job_name=job, tags={**tags, ATTEMPT_TAG: attempt}
+        run_key=f"{file.name}:{token}:{attempt}",
+        job_name=job,
+        tags={**tags, **ours.tags, ATTEMPT_TAG: attempt},
     )

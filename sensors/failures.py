@@ -7,8 +7,10 @@ import dagster as dg
 from mergepipe_pipeline.assets.experts import EXPERTS_TAG
 from mergepipe_pipeline.assets.searches import SEARCH_TAG
 from mergepipe_pipeline.deploy.notify import RunFailure, post, run_failure
+from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.sensors import interval_s
 from mergepipe_pipeline.sensors.attempts import RECIPE_TAG, attempt_of
+from mergepipe_pipeline.sensors.ours import Ours
 from mergepipe_pipeline.settings import WEBHOOK
 from mergepipe_pipeline.text import in_one_line
 
@@ -25,10 +27,10 @@ _URL = WEBHOOK.value()
     minimum_interval_seconds=interval_s(30),
     default_status=dg.DefaultSensorStatus.RUNNING,
 )
-def failure_sensor(context: dg.RunFailureSensorContext) -> None:
-    """Tells of one failed run; a webhook that fails harms nothing."""
-    failure = failure_of(context.instance, context.dagster_run)
-    tell(context.log, failure)
+def failure_sensor(context: dg.RunFailureSensorContext, mergepipe: MergePipe) -> None:
+    """Tells of one failed run of ours; a webhook that fails harms nothing."""
+    if Ours(context.instance, mergepipe.tags).has(context.dagster_run):
+        tell(context.log, failure_of(context.instance, context.dagster_run))
 
 
 def tell(log: logging.Logger, failure: RunFailure) -> None:

@@ -4,13 +4,14 @@ from collections.abc import Sequence
 
 import dagster as dg
 
-from mergepipe_pipeline.assets.experts import EXPERTS_TAG, expert_index, experts, index_burst
+from mergepipe_pipeline.assets.experts import EXPERT_INDEX, EXPERTS_TAG, index_burst
 from mergepipe_pipeline.deploy.arrivals import ask
 from mergepipe_pipeline.deploy.inbox import InboxEntry, Patience, scan_inbox
 from mergepipe_pipeline.deploy.recorded import gone_inputs
+from mergepipe_pipeline.deploy.standing import first_steps
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.sensors import BURST_PRIORITY, MAX_LINES, SOON_S, interval_s
-from mergepipe_pipeline.sensors.attempts import ACTIVE
+from mergepipe_pipeline.sensors.ours import ACTIVE, Ours
 from mergepipe_pipeline.sensors.outage import refuse_empty, while_writable
 from mergepipe_pipeline.sensors.pools import make_pools_known
 from mergepipe_pipeline.sensors.usable import report_usable
@@ -22,52 +23,70 @@ MAX_RUNS, MAX_EXPERTS = 8, 32
 
 index_job = dg.define_asset_job(
     "index_experts",
-    selection=dg.AssetSelection.assets(expert_index).without_checks(),
+    selection=dg.AssetSelection.assets(EXPERT_INDEX).without_checks(),
     description="Indexes one checkpoint of the inbox; inbox_sensor starts it when it is whole.",
 )
 
 
-@dg.sensor(
-    description=(
-        "Starts the index of every checkpoint that is new or changed, and whole, of the inbox and "
-        "of those that recipes name elsewhere; its ticks say what waits and why."
-    ),
-    jobs=[index_job, index_burst],
-    minimum_interval_seconds=interval_s(SOON_S),
-    default_status=dg.DefaultSensorStatus.RUNNING,
-)
-@while_writable
-def inbox_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SensorResult:
-    """Requests the index of every watched checkpoint that the catalog does not know as it is.
+def build_inbox_sensor(experts: dg.DynamicPartitionsDefinition) -> dg.SensorDefinition:
+    """The sensor over all that lands; `experts` are the partitions of the asset that it starts."""
 
-    Folders whose files are missing, short, half replaced or younger than the quiet period wait, and
-    so does one whose run failed, longer each time. Nothing is asked for while a run indexes it.
-    """
-    warehouse = mergepipe.warehouse
+    @dg.sensor(
+        name="inbox_sensor",
+        description=(
+            "Starts the index of every checkpoint that is new or changed, and whole, of the inbox "
+            "and of those that recipes name elsewhere; its ticks say what waits and why."
+        ),
+        jobs=[index_job, index_burst],
+        minimum_interval_seconds=interval_s(SOON_S),
+        default_status=dg.DefaultSensorStatus.RUNNING,
+    )
+    @while_writable
+    def inbox_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SensorResult:
+        """Requests the index of every watched checkpoint that the catalog does not know as it is.
+
+        Folders whose files are missing, short, half replaced or younger than the quiet period wait,
+        and so does one whose run failed, longer each time. Nothing is asked for while a run indexes
+        it.
+        """
+        return _tick(Ours.of(context, mergepipe), mergepipe, experts, context)
+
+    return inbox_sensor
+
+
+def _tick(
+    ours: Ours,
+    mergepipe: MergePipe,
+    experts: dg.DynamicPartitionsDefinition,
+    context: dg.SensorEvaluationContext,
+) -> dg.SensorResult:
+    warehouse, instance = mergepipe.warehouse, ours.instance
     patience = Patience(mergepipe.inbox_quiet_s, mergepipe.inbox_retry_s, mergepipe.packs)
-    busy = under_way(context.instance)
+    busy = under_way(ours)
     landed = scan_inbox(warehouse, patience, busy, MAX_RUNS * MAX_EXPERTS)
     ready = [x for x in landed if x.is_ready]
-    known = set(context.instance.get_dynamic_partitions(experts.name or ""))
+    known = set(instance.get_dynamic_partitions(experts.name or ""))
     shown = [x.name for x in landed if x.is_ready or x.is_indexed or x.fault]
     new = [name for name in shown if name not in known]
-    if known and not landed:
-        refuse_empty(context.instance, warehouse)
+    if not landed:
+        refuse_empty(ours, warehouse)
     gone = gone_inputs(warehouse, known - {x.name for x in landed})
     left = f"left the inbox: {', '.join(gone)}; " if gone else ""
     said = f"{len(landed)} experts, {len(ready)} to index; {left}waiting: {_waiting(landed)}"
+    if not landed and not gone:
+        said = first_steps(warehouse) or said
     if ready:  # else Dagster shows it as the reason of the tick
-        make_pools_known(context.instance)
+        make_pools_known(instance)
         context.log.info(said)
     return dg.SensorResult(
-        run_requests=_requests(warehouse, ready),
+        run_requests=[_request(warehouse, part, ours) for part in _parts(ready)],
         dynamic_partitions_requests=[
             *([experts.build_add_request(new)] if new else []),
             *([experts.build_delete_request(gone)] if gone else []),
         ],
-        cursor=report_usable(context.instance, landed, busy, context.cursor),
+        cursor=report_usable(instance, landed, busy, context.cursor),
         asset_events=[
-            dg.AssetObservation(expert_index.key, partition=name, description="It left the inbox.")
+            dg.AssetObservation(EXPERT_INDEX, partition=name, description="It left the inbox.")
             for name in gone
         ],
         skip_reason=None if ready else dg.SkipReason(said),
@@ -83,18 +102,18 @@ def _waiting(landed: Sequence[InboxEntry]) -> str:
     return "; waiting: ".join(lines) or "none"
 
 
-def under_way(instance: dg.DagsterInstance) -> set[str]:
+def under_way(ours: Ours) -> set[str]:
     """The experts that a run indexes or will index, whoever asked for it."""
     names: set[str] = set()
-    for job in (index_job.name, index_burst.name):
-        for run in instance.get_runs(dg.RunsFilter(job_name=job, statuses=ACTIVE)):
+    for run in ours.runs(ACTIVE):
+        if run.job_name in (index_job.name, index_burst.name):
             names.update(run.tags.get(EXPERTS_TAG, "").split(","))
             names.add(run.tags.get("dagster/partition", ""))
     return names
 
 
-def _requests(warehouse: Warehouse, ready: Sequence[InboxEntry]) -> list[dg.RunRequest]:
-    """One run for each expert while they are few, else runs of several.
+def _parts(ready: Sequence[InboxEntry]) -> list[Sequence[InboxEntry]]:
+    """What each run indexes: one expert while they are few, else several.
 
     One over which a run was killed has a run of its own, lest it end others with it for ever.
     """
@@ -102,13 +121,13 @@ def _requests(warehouse: Warehouse, ready: Sequence[InboxEntry]) -> list[dg.RunR
     others = [x for x in ready if not x.was_killed]
     size = min(MAX_EXPERTS, -(-len(others) // MAX_RUNS)) or 1
     parts = [others[i : i + size] for i in range(0, len(others), size)]
-    return [_request(warehouse, part) for part in (*([x] for x in alone), *parts)]
+    return [*([x] for x in alone), *parts]
 
 
-def _request(warehouse: Warehouse, some: Sequence[InboxEntry]) -> dg.RunRequest:
+def _request(warehouse: Warehouse, some: Sequence[InboxEntry], ours: Ours) -> dg.RunRequest:
     names = [x.name for x in some]
     keys = [ask(warehouse, x.name, x.token) for x in some]
-    tags = {EXPERTS_TAG: ",".join(names)}
+    tags = {**ours.tags, EXPERTS_TAG: ",".join(names)}
     if len(some) == 1:
         return dg.RunRequest(keys[0], job_name=index_job.name, partition_key=names[0], tags=tags)
     config = dg.RunConfig({"index_several": {"config": {"experts": names}}})

@@ -1,4 +1,4 @@
-"""Watches runs: one whose process is gone is failed, so that its recipe and its slot are free.
+"""Watches our runs: one whose process is gone is failed, so that its recipe and its slot are free.
 
 Dagster's own monitoring asks the launcher, and the default one cannot tell. After a power loss runs
 would stay started for ever, and so would one that was made and not put into the queue yet.
@@ -11,6 +11,7 @@ from dagster import DagsterRunStatus as Status
 
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.sensors import interval_s
+from mergepipe_pipeline.sensors.ours import Ours
 
 #: Seconds without any event after which a run that has no lease is taken for dead: it ended before
 #: it took one, its lease was collected, or nobody is left who would put it into the queue.
@@ -19,19 +20,19 @@ SILENCE_S = 120.0
 
 @dg.sensor(
     description=(
-        "Fails every run whose process is gone, as after a power loss, so that its recipe is free "
-        "to be merged again."
+        "Fails every run of ours whose process is gone, as after a power loss, so that its recipe "
+        "is free to be merged again."
     ),
     minimum_interval_seconds=interval_s(30),
     target=None,
     default_status=dg.DefaultSensorStatus.RUNNING,
 )
 def orphans_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SkipReason:
-    """Ends every started run whose process is gone, as after a power loss or an OOM kill, and every
-    run that whoever made it did not live to put into the queue.
+    """Ends every started run of ours whose process is gone, as after a power loss or an OOM kill,
+    and every one that whoever made it did not live to put into the queue.
     """
-    begun = dg.RunsFilter(statuses=[Status.NOT_STARTED, Status.STARTED, Status.CANCELING])
-    runs = context.instance.get_runs(begun)
+    begun = [Status.NOT_STARTED, Status.STARTED, Status.CANCELING]
+    runs = Ours.of(context, mergepipe).runs(begun)
     orphans = [run for run in runs if is_orphan(mergepipe, context.instance, run)]
     for run in orphans:
         message = "The process of this run is gone: it was killed, or the machine lost power."

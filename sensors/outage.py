@@ -6,13 +6,17 @@ from collections.abc import Callable
 from functools import wraps
 
 import dagster as dg
+from dagster._core.storage.tags import REPOSITORY_LABEL_TAG
 
-from mergepipe_pipeline.assets.experts import experts
+from mergepipe_pipeline.deploy.instance import own_name
 from mergepipe_pipeline.errors import MergePipeError
-from mergepipe_pipeline.resources import MergePipe
+from mergepipe_pipeline.resources import WAREHOUSE_TAG, MergePipe
+from mergepipe_pipeline.sensors.ours import Ours
 from mergepipe_pipeline.warehouse import Warehouse
 
 _Tick = Callable[[dg.SensorEvaluationContext, MergePipe], dg.SensorResult]
+#: Runs that tell which warehouse was here before.
+_MOST_READ = 20
 #: What the system says of what may be read and not written.
 _READ_ONLY = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
@@ -37,7 +41,7 @@ def while_writable(tick: _Tick) -> _Tick:
     return patient
 
 
-def refuse_empty(instance: dg.DagsterInstance, warehouse: Warehouse) -> None:
+def refuse_empty(ours: Ours, warehouse: Warehouse) -> None:
     """Raise MergePipeError if a warehouse of which Dagster knows experts holds nothing at all.
 
     It is made where it is not there, and so on the mount point of a disk that is gone.
@@ -45,7 +49,7 @@ def refuse_empty(instance: dg.DagsterInstance, warehouse: Warehouse) -> None:
     folders = (warehouse.recipes, warehouse.inbox)
     if any(any(folder.iterdir()) for folder in folders) or warehouse.catalog.names():
         return
-    known = len(instance.get_dynamic_partitions(experts.name or ""))
+    known = _known(ours)
     if not known:
         return
     raise MergePipeError(
@@ -53,6 +57,21 @@ def refuse_empty(instance: dg.DagsterInstance, warehouse: Warehouse) -> None:
         where=str(warehouse.root),
         expected=f"a catalog with {known} experts",
         found="an empty catalog, no recipe, and nothing in the inbox",
-        next_step="mount its disk again, and all goes on; if it was emptied on purpose, delete the "
-        "partitions of `experts` in Dagster",
+        next_step="mount its disk again, and all goes on; if it is empty on purpose, put a "
+        "checkpoint into its inbox",
     )
+
+
+def _known(ours: Ours) -> int:
+    """How many experts Dagster knows of the warehouse that the last runs here were of.
+
+    One that is made on a mount point has an identity of its own.
+    """
+    wanted = {} if ours.label is None else {REPOSITORY_LABEL_TAG: ours.label}
+    known = 0
+    for job in ("index_experts", "index_burst"):
+        runs = ours.instance.get_runs(dg.RunsFilter(job_name=job, tags=wanted), limit=_MOST_READ)
+        for identity in {run.tags[WAREHOUSE_TAG] for run in runs if WAREHOUSE_TAG in run.tags}:
+            experts = ours.instance.get_dynamic_partitions(own_name("experts", identity))
+            known = max(known, len(experts))
+    return known

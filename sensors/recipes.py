@@ -6,20 +6,31 @@ were loaded earlier only say which jobs there are.
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
 
 from mergepipe_pipeline.assets.freshness import on_schedule_key
+from mergepipe_pipeline.assets.status import changed_status
 from mergepipe_pipeline.deploy.faults import Fault
 from mergepipe_pipeline.deploy.inbox import problem_now
 from mergepipe_pipeline.deploy.packing import reason_to_wait_for_packs
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.deploy.recorded import last_written_s
 from mergepipe_pipeline.deploy.retry import Attempt, reason_to_wait
+from mergepipe_pipeline.deploy.standing import Standing, failing, first_steps, standing
 from mergepipe_pipeline.resources import MergePipe
-from mergepipe_pipeline.sensors import LOADING, MAX_LINES, NIGHTLY_PRIORITY, SOON_S, interval_s
+from mergepipe_pipeline.sensors import (
+    LOADING,
+    MAX_LINES,
+    NIGHTLY_PRIORITY,
+    SOON_S,
+    interval_s,
+    separated,
+)
 from mergepipe_pipeline.sensors.attempts import (
     ATTEMPT_TAG,
     RECIPE_TAG,
@@ -27,13 +38,19 @@ from mergepipe_pipeline.sensors.attempts import (
     next_attempt,
     recipes_under_way,
 )
+from mergepipe_pipeline.sensors.ours import Ours
 from mergepipe_pipeline.sensors.outage import refuse_empty, while_writable
 from mergepipe_pipeline.sensors.pools import make_pools_known
 from mergepipe_pipeline.text import visible
 from mergepipe_pipeline.verbs.deploy import CURRENT, Due, Postponed, Release, due, last_release
+from mergepipe_pipeline.warehouse import Warehouse
 
+#: Says why a recipe has no job yet, or None.
+Unready = Callable[[Warehouse, RecipeFile], Standing | None]
 #: What `dg.define_asset_job` returns; Dagster exports no name for it.
 AssetJob = Any
+#: Why nothing is requested of a recipe that a run works on.
+RUNNING = "a run is under way"
 _WHOSE = {"nightly": "its schedule", "manual": "a person"}
 
 
@@ -45,11 +62,11 @@ def job_name(file: RecipeFile) -> str:
 def request_or_reason(
     mergepipe: MergePipe,
     file: RecipeFile,
-    instance: dg.DagsterInstance,
+    ours: Ours,
     busy: Collection[str],
     *,
     is_time: bool,
-) -> dg.RunRequest | str:
+) -> dg.RunRequest | Standing:
     """A run of the recipe's chain if its release is not what its inputs ask for, else why not.
 
     `busy` are the recipes that runs work on; `is_time`: the recipe's schedule asks. What it cannot
@@ -57,11 +74,11 @@ def request_or_reason(
     recipe.
     """
     wanted, owed = _due(mergepipe, file, busy, is_time=is_time), _owed(mergepipe, file)
-    if isinstance(wanted, str):
+    if isinstance(wanted, Standing):
         return wanted
     waiting = reason_to_wait_for_packs(mergepipe.warehouse, file) if mergepipe.packs else None
     if waiting is not None and not is_time:  # the schedule asks once a night
-        return waiting
+        return standing(file, "waiting", waiting)
     tags = {
         RECIPE_TAG: file.name,
         "mergepipe/wanted": wanted.wanted,
@@ -69,22 +86,24 @@ def request_or_reason(
         "mergepipe/sequence": str(wanted.sequence),
         "mergepipe/inputs": wanted.inputs,
     }
-    failed = failed_attempts(instance, tags)
+    failed = failed_attempts(ours, tags)
     # What the schedule asked for once and did not get is tried again by day.
     is_owed = bool(failed) or (file.recipe.trigger == "nightly" and owed.exists())
     if not is_time and not is_owed and file.recipe.trigger != "change":
-        return f"it is to be merged, which its trigger leaves to {_WHOSE[file.recipe.trigger]}"
+        said = f"it is to be merged, which its trigger leaves to {_WHOSE[file.recipe.trigger]}"
+        return standing(file, "to be merged", said)
     attempts = _telling(mergepipe, file, failed)
     waiting = reason_to_wait(attempts, time.time(), mergepipe.retry_s)
     if waiting is not None:
-        return waiting
-    attempt = next_attempt(instance, tags)
+        return failing(file, attempts, waiting, mergepipe.retry_s)
+    attempt = next_attempt(ours, tags)
     is_late = is_time or file.recipe.trigger == "nightly"
     return dg.RunRequest(
         job_name=job_name(file),
         run_key=f"{file.name}:{wanted.sequence}:{wanted.wanted}:{wanted.inputs}:{attempt}",
         tags={
             **tags,
+            **ours.tags,
             ATTEMPT_TAG: attempt,
             **({"dagster/priority": NIGHTLY_PRIORITY} if is_late else {}),
         },
@@ -93,7 +112,7 @@ def request_or_reason(
 
 def _due(
     mergepipe: MergePipe, file: RecipeFile, busy: Collection[str], *, is_time: bool
-) -> Due | str:
+) -> Due | Standing:
     """The release that is to be made, or why none is.
 
     What a schedule cannot get now is owed, until there is nothing to be made.
@@ -104,16 +123,18 @@ def _due(
     except Exception as error:
         if is_time:
             owed.touch()
-        return str(error)
-    if isinstance(wanted, Due) and file.name in busy:
-        wanted = Postponed("a run is under way")
-    if isinstance(wanted, Postponed):
+        return standing(file, "cannot be used", str(error))
+    is_running = isinstance(wanted, Due) and file.name in busy
+    if is_running or isinstance(wanted, Postponed):
         if is_time:
             owed.touch()
-        return wanted.reason
-    # Of a warehouse that can only be read, this much can be asked.
-    if isinstance(wanted, str) and owed.exists():
-        owed.unlink(missing_ok=True)
+        if isinstance(wanted, Postponed):
+            return standing(file, "waiting", wanted.reason)
+        return standing(file, "running", RUNNING)
+    if isinstance(wanted, str):
+        if owed.exists():  # of a warehouse that can only be read, this much can be asked
+            owed.unlink(missing_ok=True)
+        return standing(file, "current" if wanted == CURRENT else "refused", wanted)
     return wanted
 
 
@@ -143,7 +164,7 @@ def build_recipe_sensor(
     `loaded` are the recipes with a job, and `is_known` says whether the daemon knows them;
     `refused` says why Dagster takes no definitions of a file, by the file's token.
     """
-    layers = {file.name: file.layers for file in loaded}
+    unready = _unready({file.name: file.layers for file in loaded}, refused, is_known)
 
     @dg.sensor(
         name="recipe_sensor",
@@ -161,25 +182,19 @@ def build_recipe_sensor(
 
         A tick that requests runs tells of every recipe in its log, others as `_idle` does.
         """
-        instance = context.instance
+        instance, ours = context.instance, Ours.of(context, mergepipe)
+        busy = recipes_under_way(ours)
         make_pools_known(instance)
-        busy = recipes_under_way(instance)
-        requests, states = list[dg.RunRequest](), dict[str, str]()
-        for file in recipe_files(mergepipe.warehouse):
-            reason = problem_now(mergepipe.warehouse, file) or refused.get(file.token)
-            if not (is_known() and layers.get(file.name) == file.layers):
-                reason = reason or LOADING
-            asked = reason or request_or_reason(mergepipe, file, instance, busy, is_time=False)
-            if isinstance(asked, dg.RunRequest):
-                requests.append(asked)
-                asked = f"a run is requested, attempt {asked.tags[ATTEMPT_TAG]}"
-            states[file.name] = asked
+        requests, states = _look(mergepipe, ours, busy, unready)
+        first = None if states else first_steps(mergepipe.warehouse)
+        shown = changed_status(instance, states, first, datetime.now(UTC))
         if requests:
-            context.log.info("\n".join(_lines(states)))
-            return dg.SensorResult(run_requests=requests)
-        current = {name for name, state in states.items() if state == CURRENT}
+            context.log.info(separated(_lines(states)))
+            return dg.SensorResult(run_requests=requests, asset_events=shown)
+        current = {name for name, where in states.items() if where.state == "current"}
         _show_releases(instance, mergepipe, sorted(current.difference(busy)))
-        return dg.SensorResult(skip_reason=dg.SkipReason(_idle(states)))
+        said = dg.SkipReason(_idle(states) or first or "no recipes")
+        return dg.SensorResult(skip_reason=said, asset_events=shown)
 
     return recipe_sensor
 
@@ -208,20 +223,61 @@ def _show_releases(
             instance.report_runless_asset_event(event)
 
 
-def _lines(states: Mapping[str, str]) -> list[str]:
-    return [visible(f"{name}: {state}") for name, state in states.items()]
+def _unready(
+    layers: Mapping[str, tuple[str, ...]],
+    refused: Mapping[str, str],
+    is_known: Callable[[], bool],
+) -> Unready:
+    """Return what says why a recipe has no job yet; `layers` are of those that have one."""
+
+    def unready(warehouse: Warehouse, file: RecipeFile) -> Standing | None:
+        reason = problem_now(warehouse, file) or refused.get(file.token)
+        if reason is not None:
+            return standing(file, "cannot be used", reason)
+        if is_known() and layers.get(file.name) == file.layers:
+            return None
+        return standing(file, "waiting", LOADING)
+
+    return unready
 
 
-def _idle(states: Mapping[str, str]) -> str:
+def _look(
+    mergepipe: MergePipe,
+    ours: Ours,
+    busy: Collection[str],
+    unready: Unready,
+) -> tuple[list[dg.RunRequest], dict[str, Standing]]:
+    """The runs to request, and where each recipe is; `unready` says why one has no job yet."""
+    requests, states = list[dg.RunRequest](), dict[str, Standing]()
+    for file in recipe_files(mergepipe.warehouse):
+        asked: Standing | dg.RunRequest | None = unready(mergepipe.warehouse, file)
+        asked = asked or request_or_reason(mergepipe, file, ours, busy, is_time=False)
+        if isinstance(asked, dg.RunRequest):
+            requests.append(asked)
+            asked = _requested(file, asked)
+        states[file.name] = asked
+    return requests, states
+
+
+def _requested(file: RecipeFile, request: dg.RunRequest) -> Standing:
+    said = f"a run is requested, attempt {request.tags[ATTEMPT_TAG]}"
+    return replace(standing(file, "running", RUNNING), told=said)
+
+
+def _lines(states: Mapping[str, Standing]) -> list[str]:
+    return [visible(f"{name}: {where.told}") for name, where in states.items()]
+
+
+def _idle(states: Mapping[str, Standing]) -> str:
     """Why nothing is requested: of many recipes those that are current are counted, and others
     from the first on told.
     """
     if len(states) <= MAX_LINES:
-        return "\n".join(_lines(states)) or "no recipes"
-    others = {name: state for name, state in states.items() if state != CURRENT}
+        return separated(_lines(states))
+    others = {name: where for name, where in states.items() if where.state != "current"}
     more = len(others) - MAX_LINES
     lines = [*_lines(others)[:MAX_LINES], *([f"{more} more"] if more > 0 else [])]
-    return "\n".join([*lines, f"{len(states) - len(others)} recipes: {CURRENT}"])
+    return separated([*lines, f"{len(states) - len(others)} recipes: {CURRENT}"])
 
 
 def build_nightly(file: RecipeFile, job: AssetJob) -> dg.ScheduleDefinition | None:
@@ -244,17 +300,18 @@ def build_nightly(file: RecipeFile, job: AssetJob) -> dg.ScheduleDefinition | No
         context: dg.ScheduleEvaluationContext, mergepipe: MergePipe
     ) -> dg.RunRequest | dg.SkipReason:
         """Runs the chain unless the release is current, or has failed too often."""
-        refuse_empty(context.instance, mergepipe.warehouse)  # this is asked again each minute
-        busy = recipes_under_way(context.instance)
-        request = request_or_reason(mergepipe, file, context.instance, busy, is_time=True)
+        ours = Ours.of(context, mergepipe)
+        refuse_empty(ours, mergepipe.warehouse)  # this is asked again each minute
+        busy = recipes_under_way(ours)
+        request = request_or_reason(mergepipe, file, ours, busy, is_time=True)
         if isinstance(request, dg.RunRequest):
             return request
-        if request == CURRENT:
+        if request.state == "current":
             # It is as fresh as its schedule asks, and its age must not say otherwise.
             last = last_release(mergepipe.warehouse, file.name)
             assert last is not None
             _confirm(context.instance, last)
-        return dg.SkipReason(visible(request))
+        return dg.SkipReason(visible(request.told))
 
     return nightly
 

@@ -14,10 +14,12 @@ from pathlib import Path
 
 import dagster as dg
 
+from mergepipe_pipeline.deploy.instance import identity_of
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.sensors import interval_s
 from mergepipe_pipeline.sensors.guard import RELOAD_TIMEOUT_S, client_of, guard
+from mergepipe_pipeline.sensors.ours import Ours
 from mergepipe_pipeline.sensors.outage import refuse_empty
 from mergepipe_pipeline.verbs.standing_searches import StandingSearch, standing_searches
 from mergepipe_pipeline.warehouse import Warehouse
@@ -47,7 +49,7 @@ def build_reload_sensor(loaded: str) -> dg.SensorDefinition:
         if definitions_token(mergepipe.warehouse) == loaded:
             return dg.SkipReason("recipes are loaded as they are")
         # Dagster forgets since when a schedule is on that is not there, and with it the night.
-        refuse_empty(context.instance, mergepipe.warehouse)
+        refuse_empty(Ours.of(context, mergepipe), mergepipe.warehouse)
         if server is None:
             return dg.SkipReason(
                 "recipes changed; no code server runs above this process, so that the daemon loads "
@@ -92,12 +94,13 @@ def _age_s() -> float:
 def definitions_token(warehouse: Warehouse) -> str:
     """Changes when any definitions would change."""
     recipes = recipe_files(warehouse)
-    return files_token((*recipes, *standing_searches(warehouse, recipes)))
+    searches = standing_searches(warehouse, recipes)
+    return files_token(identity_of(warehouse), (*recipes, *searches))
 
 
-def files_token(files: Sequence[RecipeFile | StandingSearch]) -> str:
-    """Changes when the definitions of any of these would change."""
-    return "-".join(c.token for c in files) or "none"
+def files_token(identity: str, files: Sequence[RecipeFile | StandingSearch]) -> str:
+    """Changes when the definitions of any of these would, of the warehouse of this identity."""
+    return "-".join((identity, *(c.token for c in files)))
 
 
 def code_server() -> Namespace | None:

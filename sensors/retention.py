@@ -1,8 +1,7 @@
-"""Deletes old runs from Dagster's storage, and ticks sooner than Dagster can be told to."""
+"""Deletes old runs of ours from Dagster's storage, and ticks sooner than Dagster can be told to."""
 
 import time
 from contextlib import suppress
-from datetime import datetime
 from pathlib import Path
 
 import dagster as dg
@@ -10,7 +9,9 @@ from dagster import DagsterRunStatus as Status
 from dagster._core.definitions.run_request import InstigatorType
 from dagster._core.scheduler.instigation import TickStatus
 
+from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.sensors import interval_s
+from mergepipe_pipeline.sensors.ours import Ours
 from mergepipe_pipeline.settings import KEEP_RUNS
 
 _OVER = [Status.SUCCESS, Status.FAILURE, Status.CANCELED]
@@ -24,43 +25,43 @@ _KEPT_DAYS = KEEP_RUNS.value()
 
 @dg.sensor(
     description=(
-        f"Deletes runs older than {KEEP_RUNS.variable} ({KEEP_RUNS.shown}), but not the last one "
-        "that an asset shows, and after six hours ticks that asked for nothing."
+        f"Deletes runs of ours older than {KEEP_RUNS.variable} ({KEEP_RUNS.shown}), but not the "
+        "last one that an asset shows, and after six hours ticks of ours that asked for nothing."
     ),
     minimum_interval_seconds=interval_s(600),
     target=None,
     default_status=dg.DefaultSensorStatus.RUNNING,
 )
-def retention_sensor(context: dg.SensorEvaluationContext) -> dg.SkipReason:
-    """Deletes runs older than its setting says, but not what an asset shows last.
+def retention_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SkipReason:
+    """Deletes runs of ours older than its setting says, but not what an asset shows last.
 
     At most 50 a tick, so that no tick is long. Ticks that asked for nothing go after six hours.
     """
-    delete_idle_ticks(context.instance, time.time() - IDLE_TICKS_S)
-    gone = delete_runs(context.instance, time.time() - _KEPT_DAYS * _DAY_S)
+    ours = Ours.of(context, mergepipe)
+    delete_idle_ticks(ours, time.time() - IDLE_TICKS_S)
+    gone = delete_runs(ours, time.time() - _KEPT_DAYS * _DAY_S)
     return dg.SkipReason(f"{gone} runs older than {_KEPT_DAYS:g} days deleted")
 
 
-def delete_idle_ticks(instance: dg.DagsterInstance, before: float) -> None:
-    """Delete the ticks of sensors that asked for nothing, begun before a time in seconds."""
-    for state in instance.all_instigator_state(instigator_type=InstigatorType.SENSOR):
-        ids = state.instigator_origin_id, state.selector_id
-        instance.purge_ticks(*ids, before, [TickStatus.SKIPPED])
+def delete_idle_ticks(ours: Ours, before: float) -> None:
+    """Delete the ticks of our sensors that asked for nothing, begun before a time in seconds."""
+    for state in ours.instance.all_instigator_state(instigator_type=InstigatorType.SENSOR):
+        if ours.has_sensor(state):
+            ids = state.instigator_origin_id, state.selector_id
+            ours.instance.purge_ticks(*ids, before, [TickStatus.SKIPPED])
 
 
-def delete_runs(instance: dg.DagsterInstance, before: float) -> int:
-    """Delete finished runs that were made before a time in seconds; how many there were.
+def delete_runs(ours: Ours, before: float) -> int:
+    """Delete finished runs of ours that were made before a time in seconds; how many there were.
 
     A run stays while it is the last that made an asset, a partition of one, or ran its checks.
     """
-    wanted = dg.RunsFilter(
-        statuses=_OVER, created_before=datetime.fromtimestamp(before).astimezone()
-    )
-    old = instance.get_run_ids(wanted, limit=None)
+    old = [run.run_id for run in ours.runs_before(_OVER, before)]
     if not old:
         return 0
+    instance = ours.instance
     shown = _shown(instance)
-    gone = [run_id for run_id in reversed(old) if run_id not in shown][:_MOST_A_TICK]
+    gone = [run_id for run_id in old if run_id not in shown][:_MOST_A_TICK]
     for run_id in gone:
         instance.delete_run(run_id)
         _delete_file(instance, run_id)

@@ -10,8 +10,9 @@ from mergepipe_pipeline.assets.searches import SEARCH_TAG, candidates, pool
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
 from mergepipe_pipeline.deploy.retry import reason_to_wait
 from mergepipe_pipeline.resources import MergePipe
-from mergepipe_pipeline.sensors import LOADING, SOON_S, interval_s
-from mergepipe_pipeline.sensors.attempts import ACTIVE, ATTEMPT_TAG, failed_attempts, next_attempt
+from mergepipe_pipeline.sensors import LOADING, SOON_S, interval_s, separated
+from mergepipe_pipeline.sensors.attempts import ATTEMPT_TAG, failed_attempts, next_attempt
+from mergepipe_pipeline.sensors.ours import ACTIVE, Ours
 from mergepipe_pipeline.sensors.outage import while_writable
 from mergepipe_pipeline.sensors.pools import limit_pool
 from mergepipe_pipeline.text import visible
@@ -27,11 +28,12 @@ STEP_TAG = "mergepipe/search_step"
 
 
 def build_search_sensor(
-    jobs: Mapping[str, Mapping[str, Any]], is_known: Callable[[], bool]
+    jobs: Mapping[str, Mapping[str, Any]], identity: str, is_known: Callable[[], bool]
 ) -> dg.SensorDefinition:
     """The level-triggered sensor over all search files; `jobs` by search and step.
 
-    `is_known` says whether the daemon knows them.
+    `identity` is that of the warehouse for which the assets of the searches were built; `is_known`
+    says whether the daemon knows the jobs.
     """
 
     @dg.sensor(
@@ -48,9 +50,9 @@ def build_search_sensor(
     def search_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SensorResult:
         """Requests what searches ask for and no run does yet."""
         warehouse, requests, partitions, states = mergepipe.warehouse, [], [], []
-        known = jobs if is_known() else {}
+        ours, known = Ours.of(context, mergepipe), jobs if is_known() else {}
         for standing in standing_searches(warehouse, recipe_files(warehouse)):
-            look = _Look(context.instance, standing, known.get(standing.name), mergepipe.retry_s)
+            look = _Look(ours, identity, standing, known.get(standing.name), mergepipe.retry_s)
             try:
                 problem = look.problem
                 said = problem or look.at(due_of(warehouse, standing))
@@ -60,9 +62,9 @@ def build_search_sensor(
             partitions += look.partitions
             states.append(visible(f"{standing.name}: {said}"))
         if requests:
-            context.log.info("\n".join(states))
+            context.log.info(separated(states))
             return dg.SensorResult(run_requests=requests, dynamic_partitions_requests=partitions)
-        return dg.SensorResult(skip_reason=dg.SkipReason("\n".join(states) or "no searches"))
+        return dg.SensorResult(skip_reason=dg.SkipReason(separated(states) or "no searches"))
 
     return search_sensor
 
@@ -72,12 +74,15 @@ class _Look:
 
     def __init__(
         self,
-        instance: dg.DagsterInstance,
+        ours: Ours,
+        identity: str,
         standing: StandingSearch,
         jobs: Mapping[str, Any] | None,
         retry_s: float,
     ) -> None:
-        self._instance, self._read, self._jobs, self._retry_s = instance, standing, jobs, retry_s
+        self._instance, self._ours, self._read = ours.instance, ours, standing
+        self._jobs, self._retry_s = jobs, retry_s
+        self._pool, self._candidates = pool(standing, identity), candidates(standing, identity)
         self.requests: list[dg.RunRequest] = []
         self.partitions: list[dg.AddDynamicPartitionsRequest] = []
 
@@ -88,9 +93,9 @@ class _Look:
 
     def at(self, due: SearchDue) -> str:
         """Request what is due; says where the search is and what waits, why."""
-        limit_pool(self._instance, pool(self._read), self._read.workers)
-        wanted = dg.RunsFilter(tags={SEARCH_TAG: self._read.name}, statuses=ACTIVE)
-        doing = [run.tags.get(STEP_TAG, "") for run in self._instance.get_runs(wanted)]
+        limit_pool(self._instance, self._pool, self._read.workers)
+        runs = self._ours.runs(ACTIVE, {SEARCH_TAG: self._read.name})
+        doing = [run.tags.get(STEP_TAG, "") for run in runs]
         waits = [*self._evaluate(due, doing)]
         if not doing and not self.requests:
             waits += [*self._begin_or_show(due)]
@@ -98,10 +103,10 @@ class _Look:
 
     def _evaluate(self, due: SearchDue, doing: list[str]) -> Iterator[str]:
         """Candidates that nobody evaluates, as long as there are free workers."""
-        known = set(self._instance.get_dynamic_partitions(candidates(self._read).name or ""))
+        known = set(self._instance.get_dynamic_partitions(self._candidates.name or ""))
         missing = [key for n in due.known if (key := f"{n:04d}") not in known]
         if missing:
-            self.partitions.append(candidates(self._read).build_add_request(missing))
+            self.partitions.append(self._candidates.build_add_request(missing))
         free = self._read.workers - sum(step.startswith("evaluate") for step in doing)
         for number in due.waiting:
             if len(self.requests) < free and f"evaluate {number:04d}" not in doing:
@@ -127,13 +132,13 @@ class _Look:
         """Request a run unless attempts at the same have failed lately; why not, if so."""
         assert self._jobs is not None
         tags = {SEARCH_TAG: self._read.name, STEP_TAG: f"{step} {about}"}
-        attempts = failed_attempts(self._instance, tags)
+        attempts = failed_attempts(self._ours, tags)
         waiting = reason_to_wait(attempts, time.time(), self._retry_s)
         if waiting is not None:
             yield f"{step} {about}: {waiting}"
             return
         # After all that there were, so that a result that somebody removed is asked for anew.
-        attempt = next_attempt(self._instance, tags)
+        attempt = next_attempt(self._ours, tags)
         keys = None if assets is None else [dg.AssetKey([self._read.name, a]) for a in assets]
         self.requests.append(
             dg.RunRequest(
@@ -141,7 +146,7 @@ class _Look:
                 job_name=self._jobs[step].name,
                 partition_key=partition,
                 asset_selection=keys,
-                tags={**tags, ATTEMPT_TAG: attempt},
+                tags={**tags, **self._ours.tags, ATTEMPT_TAG: attempt},
             )
         )
 

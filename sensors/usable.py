@@ -11,7 +11,7 @@ from dagster._core.definitions.asset_checks.asset_check_evaluation import (
     AssetCheckEvaluationTargetMaterializationData as Target,
 )
 
-from mergepipe_pipeline.assets.experts import USABLE, expert_index
+from mergepipe_pipeline.assets.experts import EXPERT_INDEX, USABLE
 from mergepipe_pipeline.assets.metadata import description
 from mergepipe_pipeline.deploy.inbox import InboxEntry
 
@@ -52,10 +52,10 @@ def _report(instance: dg.DagsterInstance, name: str, fault: str | None) -> None:
     """
     said = description(fault or "It is whole, and indexed as it is.")
     instance.report_runless_asset_event(
-        dg.AssetObservation(expert_index.key, partition=name, description=said)
+        dg.AssetObservation(EXPERT_INDEX, partition=name, description=said)
     )
     checked = dg.AssetCheckEvaluation(
-        expert_index.key,
+        EXPERT_INDEX,
         USABLE,
         passed=fault is None,
         partition=name,
@@ -71,7 +71,7 @@ def _report(instance: dg.DagsterInstance, name: str, fault: str | None) -> None:
 
 def _target(instance: dg.DagsterInstance, name: str) -> Target | None:
     """The last event of the index: of an earlier one the UI does not show the check."""
-    wanted = dg.AssetRecordsFilter(expert_index.key, asset_partitions=[name])
+    wanted = dg.AssetRecordsFilter(EXPERT_INDEX, asset_partitions=[name])
     for record in instance.fetch_materializations(wanted, limit=1).records:
         made = record.event_log_entry
         return Target(storage_id=record.storage_id, run_id=made.run_id, timestamp=made.timestamp)

@@ -20,3 +20,5 @@ TENSOR_FACTS = "tensor_facts/v3"
 SIDE_FILES = "side_files/v1"
 #: Digests of segments of a checkpoint's tensors, by its id.
 SEGMENTS = "segments/v2"
+#: At which places files are known to be what the digests say, a folder by a checkpoint's id.
+PLACES = "places/v1"

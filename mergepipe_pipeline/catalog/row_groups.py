@@ -108,7 +108,11 @@ class RowGroups:
                 self.meta = meta_of(parquet, schema or parquet.schema_arrow)
                 self._metadata = parquet.metadata
                 rows = json.loads(self._metadata.metadata[_GROUPS_KEY])
-                groups = [_Group(tuple(key), *rest) for key, *rest in rows]
+                groups = [_Group(tuple(map(str, key)), *rest) for key, *rest in rows]
+                if not all(0 <= g.start <= g.stop <= self._nbytes for g in groups):
+                    raise ValueError("row groups outside the file")
+                if len(groups) != self._metadata.num_row_groups:
+                    raise ValueError(f"{len(groups)} keys of {self._metadata.num_row_groups}")
         except BaseException:
             self._file.close()
             raise

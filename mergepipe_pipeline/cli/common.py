@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from mergepipe_pipeline.progress import Progress
     from mergepipe_pipeline.warehouse import Warehouse
 
+#: No option means more bytes, seconds, elements or versions; seeds may have 32 bits.
+_MOST = (1 << 32) - 1
+
 
 @dataclass(frozen=True)
 class Console:
@@ -175,6 +178,7 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def run(**given: Any) -> None:
         console = Console(*click.get_current_context().obj)
+        _refuse_absurd_numbers(given)
         try:
             console.warn(narrow_space())
             with console.logged_warnings():
@@ -189,6 +193,16 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
             fail(as_error(error), console.as_json)
 
     return run
+
+
+def _refuse_absurd_numbers(given: Mapping[str, Any]) -> None:
+    """Raise BadParameter for numbers of arguments that nothing here counts to, NaN among them."""
+    for name, value in given.items():
+        numbers = value if isinstance(value, tuple) else (value,)
+        for number in numbers:
+            if isinstance(number, int | float) and not abs(number) <= _MOST:
+                option = f"--{name.replace('_', '-')}"
+                raise click.BadParameter(f"expected a number up to {_MOST}", param_hint=option)
 
 
 def fail(error: MergePipeError, as_json: bool) -> NoReturn:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +55,13 @@ def _record(warehouse: Warehouse, evaluation: Evaluation) -> dict[str, Any]:
     type=click.FloatRange(min=0, min_open=True),
     help="Seconds for --command and --perplexity (600).",
 )
+@click.option(
+    "--env",
+    "env",
+    metavar="NAME",
+    multiple=True,
+    help="Let the command see this variable though its name says that it is a secret; repeatable.",
+)
 @click.option("--fresh", is_flag=True, help="Measure again what was measured before.")
 @verb
 def evaluate(
@@ -64,6 +71,7 @@ def evaluate(
     command: str | None,
     text: str | None,
     timeout_s: float | None,
+    env: tuple[str, ...],
     fresh: bool,
 ) -> None:
     """Measure a snapshot, and keep what was measured; no ref changes.
@@ -76,6 +84,7 @@ def evaluate(
     if sum(given is not None for given in (recipe, command, text)) != 1:
         raise click.UsageError("give one of --recipe, --command and --perplexity")
     evaluator, folder = _evaluator(console.warehouse, recipe, command, text, timeout_s)
+    evaluator = replace(evaluator, env=(*evaluator.env, *env))
     evaluation = run(console.warehouse, snapshot, evaluator, folder, fresh=fresh)
     record = _record(console.warehouse, evaluation)
     console.show(

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import click
 
 from mergepipe_pipeline.cli.common import Console, download_options, verb
-from mergepipe_pipeline.text import size
+from mergepipe_pipeline.text import listed, size
 
 
 @click.command()
@@ -25,8 +25,10 @@ def land(console: Console, path: str, name: str | None, link: bool, tags: tuple[
     from mergepipe_pipeline.verbs.land import land as run
 
     done = run(console.warehouse, path, name, link=link, tags=tags, progress=console.progress)
+    left_out = listed(done.left_out, 5)
     console.show(
         asdict(done),
         f"{done.name}: {done.files} file(s), {size(done.nbytes)}, in {done.path}"
-        + (", in place of an older version" if done.replaced else ""),
+        + (", in place of an older version" if done.replaced else "")
+        + (f"; left out, as no part of a model: {left_out}" if left_out else ""),
     )

@@ -37,10 +37,23 @@ from mergepipe_pipeline.cli.streams import prepare_streams
 from mergepipe_pipeline.cli.tools import convert, extract_lora, moe, transplant_tokenizer
 from mergepipe_pipeline.cli.ui import ui
 from mergepipe_pipeline.cli.verify import repair, verify
+from mergepipe_pipeline.secrets import discreet
 from mergepipe_pipeline.text import json_text
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(click.Group):
+    """Commands whose complaints about arguments repeat no secret of an address."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run the command that the arguments name. Raises ClickException for wrong ones."""
+        try:
+            return super().invoke(ctx)
+        except click.ClickException as error:
+            vars(error)["message"] = discreet(error.message)
+            raise
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="mergepipe")
 @options
 def main() -> None:

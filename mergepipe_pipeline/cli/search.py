@@ -84,7 +84,7 @@ def _teller(console: Console, search: Search) -> Any:
 
 @click.command()
 @click.argument("name", metavar="SEARCH")
-@click.option("--picture", type=click.Path(), help="Draw the front into this SVG file.")
+@click.option("--picture", type=click.Path(), help="Write the front (PNG) here.")
 @verb
 def front(console: Console, name: str, picture: str | None) -> None:
     """Show the front of a search that has begun, given by its name or its file."""
@@ -95,7 +95,7 @@ def front(console: Console, name: str, picture: str | None) -> None:
     if picture is not None:
         from mergepipe_pipeline.report.front import front_picture
 
-        write_file(picture, front_picture(results.drawn()).encode())
+        write_file(picture, front_picture(results.drawn()))
     console.show(_json(results), *_lines(results))
 
 

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 from importlib.util import find_spec
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,12 @@ def ui(console: Console, host: str, port: int) -> None:
             next_step="pip install 'mergepipe-pipeline[ui]' (in a clone: '.[ui]')",
         )
     _refuse_unusable(host, port)
+    if not _is_loopback(host, port):
+        said = (
+            f"other machines may reach {host}, and Dagster's UI has no login: whoever reaches it "
+            "starts and ends runs, and with these what recipes evaluate; put a login in front"
+        )
+        console.warn([said])
     warehouse = console.warehouse
     home = os.environ.get("DAGSTER_HOME") or str(warehouse.dagster_home)
     workspace = prepare_instance(warehouse, Path(home))
@@ -74,6 +81,12 @@ def _refuse_unusable(host: str, port: int) -> None:
             next_step="end what serves there, which may be a UI of this warehouse or of another, "
             "or give another address: --port 3001",
         ) from error
+
+
+def _is_loopback(host: str, port: int) -> bool:
+    """Whether all that a name means is this machine alone."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return all(ip_address(str(place[0]).partition("%")[0]).is_loopback for *_, place in found)
 
 
 def _bind(family: int, place: tuple[Any, ...]) -> None:

@@ -22,7 +22,7 @@ from mergepipe_pipeline.contents.rests import refuse_damaged_rest
 from mergepipe_pipeline.errors import CheckpointChangedError, CheckpointError, CorruptionError
 from mergepipe_pipeline.packs.decoded import Decoder, StoredBytes
 from mergepipe_pipeline.packs.frame_files import FrameFiles
-from mergepipe_pipeline.packs.replaced import MovedFile, Replaced
+from mergepipe_pipeline.packs.replaced import MovedFile, Replaced, came_back
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.view import view_of
 from mergepipe_pipeline.storage.reader import BlockReader
@@ -53,13 +53,7 @@ class AwayFiles:
         self._warehouse = Warehouse(folder.parents[1])
         record = self._warehouse.replaced.find(folder.name)
         if record is None:
-            raise CheckpointError(
-                "Nothing gives the files of a checkpoint that was moved away",
-                where=str(folder),
-                expected="what `pack --replace` left of them",
-                found="nothing: they came back meanwhile, or somebody removed it",
-                next_step="run the same command again",
-            )
+            raise came_back(folder)
         self._record, self._reading = record, reading
         self._files = {file.path: (n, file) for n, file in enumerate(record.files)}
         self._spans = {file.path: tuple(_spans(file)) for file in record.files}

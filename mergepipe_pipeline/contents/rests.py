@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mergepipe_pipeline.errors import CheckpointError, CorruptionError
+from mergepipe_pipeline.packs.replaced import came_back
 from mergepipe_pipeline.spec.checkpoint import AWAY
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -33,11 +34,14 @@ def damaged_rest_named() -> Iterator[None]:
 
 
 def refuse_damaged_rest(folder: Path, cause: Exception | None = None) -> None:
-    """Raise CorruptionError if a rest in the folder of a record is not what was written."""
+    """Raise CorruptionError if a rest in the folder of a record is not what was written.
+
+    Raises CheckpointError if there is no record: the files came back meanwhile.
+    """
     store = Warehouse(folder.parents[1]).replaced
     record = store.find(folder.name)
     if record is None:
-        return
+        raise came_back(folder) from cause
     try:
         store.refuse_damaged_rest(record)
     except CorruptionError as damaged:

@@ -1,16 +1,23 @@
-"""The files of a warehouse's Dagster instance: its settings, and what code it loads."""
+"""The files of a warehouse's Dagster instance: its settings, what code it loads, and the name by
+which an instance that others use, too, knows the warehouse.
+"""
 
 from __future__ import annotations
 
+import errno
+import secrets
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
-from mergepipe_pipeline.storage.atomic import write_atomic
+from mergepipe_pipeline.digest import digest_json
+from mergepipe_pipeline.storage.atomic import create_exclusive, write_atomic
 from mergepipe_pipeline.storage.locks import claim_for_life, this_process
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: The settings that an instance begins with; each says what it does.
 SETTINGS = Path(__file__).resolve().parents[1] / "dagster.yaml"
+_IDENTITY = "identity"
 #: As the repository's workspace.yaml, so that sensors keep their state whoever starts them.
 _WORKSPACE = """load_from:
   - python_module:
@@ -45,3 +52,31 @@ def claim_instance(home: Path, url: str) -> str | None:
     """
     other = claim_for_life(home / _LOCK, f"{url}, {this_process()}".encode())
     return None if other is None else other.decode(errors="replace")
+
+
+def identity_of(warehouse: Warehouse) -> str:
+    """What tells a warehouse from all others on one Dagster instance: twelve hexadecimal digits.
+
+    Drawn when it is first asked for, and kept: containers of two teams have their warehouses at one
+    path, and machines have one warehouse at several. Where none can be kept, as before a warehouse
+    is made or where nobody may write, it follows from the path.
+    """
+    path = warehouse.dagster_home / _IDENTITY
+    with suppress(FileNotFoundError):
+        return path.read_text()
+    if warehouse.is_there:
+        try:
+            create_exclusive(path, secrets.token_hex(6).encode())
+        except FileExistsError:  # another process was faster
+            return path.read_text()
+        except OSError as error:
+            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+                raise
+        else:
+            return path.read_text()
+    return digest_json(str(warehouse.root))[:12]
+
+
+def own_name(what: str, identity: str) -> str:
+    """The name of a set of partitions or a pool of a warehouse; it may stand in a URL."""
+    return f"mergepipe:{what}:{identity}"

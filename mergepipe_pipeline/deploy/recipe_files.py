@@ -292,7 +292,7 @@ def not_registered(names: list[str]) -> str:
         if paths
         else "`mergepipe register PATH`"
     )
-    return f"{which} not registered yet; copy to inbox/<name>, or {how}"
+    return f"{which} not registered yet. Next: copy to inbox/<name>, or {how}"
 
 
 def _known_layers(

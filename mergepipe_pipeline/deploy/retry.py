@@ -54,6 +54,12 @@ def left_s(pause: float, passed_s: float) -> float:
     return pause - passed_s if abs(passed_s) < pause else 0.0
 
 
+def is_last(attempts: Sequence[Attempt]) -> bool:
+    """Whether no attempt follows these by itself."""
+    counted = sum(a.fault is not Fault.SURROUNDINGS for a in attempts)
+    return attempts[-1].fault is Fault.LASTING or counted >= MOST_ATTEMPTS
+
+
 def reason_to_wait(attempts: Sequence[Attempt], now_s: float, first_s: float) -> str | None:
     """Why not to try again now, after the last attempts at one wanted state; None to try.
 
@@ -64,8 +70,7 @@ def reason_to_wait(attempts: Sequence[Attempt], now_s: float, first_s: float) ->
         return None
     last = attempts[-1]
     error = _shortened(last.error)
-    counted = sum(a.fault is not Fault.SURROUNDINGS for a in attempts)
-    if last.fault is Fault.LASTING or counted >= MOST_ATTEMPTS:
+    if is_last(attempts):
         why = "and would again" if last.fault is Fault.LASTING else f"after {last.number} attempts"
         return (
             f"failing {why}, until the recipe or an input changes or somebody runs it; "

@@ -33,12 +33,16 @@ from mergepipe_pipeline.engine.window import Window, count_cut_off
 from mergepipe_pipeline.errors import DeviceError
 from mergepipe_pipeline.spec.plan import TensorTask
 from mergepipe_pipeline.tensors.stored import torch_dtype
+from mergepipe_pipeline.text import whole_number
+
+_MOST_DEVICES = 999
 
 
 def device_of(name: str) -> torch.device:
     """The device `cuda` or `cuda:N`. Raises DeviceError if it is another or is not there."""
-    kind, _, number = name.partition(":")
-    if kind != "cuda" or not (number.isdecimal() or name == kind):
+    kind, _, text = name.partition(":")
+    number = 0 if name == kind else whole_number(text, _MOST_DEVICES)
+    if kind != "cuda" or number is None:
         raise DeviceError(
             "There is no such device to merge on",
             where=f"device {name!r}",
@@ -47,7 +51,7 @@ def device_of(name: str) -> torch.device:
             next_step="name one of these, or leave out the device for the CPU",
         )
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if int(number or 0) >= count:
+    if number >= count:
         has_cuda = torch.version.cuda is not None
         build = f"torch {torch.__version__} {'with' if has_cuda else 'built without'} CUDA"
         raise DeviceError(
@@ -60,7 +64,7 @@ def device_of(name: str) -> torch.device:
             else "install the CUDA build of torch (constraints.txt takes the CPU's), or merge on "
             "the CPU",
         )
-    return torch.device("cuda", int(number)) if number else torch.device("cuda")
+    return torch.device("cuda", number) if text else torch.device("cuda")
 
 
 def stays_on_cpu(task: TensorTask) -> bool:

@@ -21,7 +21,7 @@ def main(options: str, snapshot: str) -> None:
     chosen = json.loads(options)
     results = simple_evaluate(
         model="hf",
-        model_args={"pretrained": snapshot},
+        model_args={"pretrained": snapshot, "trust_remote_code": False},
         tasks=chosen["tasks"],
         limit=chosen["limit"],
         num_fewshot=chosen["num_fewshot"],

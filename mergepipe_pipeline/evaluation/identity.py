@@ -17,6 +17,7 @@ from pathlib import Path
 
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import EvaluationError
+from mergepipe_pipeline.evaluation.allowed import refuse_forbidden, without_secrets
 from mergepipe_pipeline.spec.evaluation import Evaluator, LmEval
 from mergepipe_pipeline.storage.hashing import file_sha256
 
@@ -31,8 +32,8 @@ _EXTRAS = {"transformers": "demo", "lm_eval": "lm-eval"}
 def evaluator_id(evaluator: Evaluator, folder: Path) -> str:
     """The first 32 hex digits of the digest of an evaluator whose recipe lies in `folder`.
 
-    Time-out and retries are no part of it. Raises EvaluationError for a file that cannot be read,
-    or a package that is not there.
+    Time-out, retries and `env` are no part of it. Raises EvaluationError for a file that cannot be
+    read, or a package that is not there.
     """
     text = evaluator.perplexity
     said = [evaluator.command, evaluator.python, None if text is None else asdict(text)]
@@ -52,8 +53,9 @@ def command_of(evaluator: Evaluator, folder: Path) -> list[str]:
     """The command that measures, but for the snapshot's path.
 
     `python` is the interpreter that runs MergePipe. Raises EvaluationError for a program, a script
-    or a package that is not there.
+    or a package that is not there, or that may not run here.
     """
+    refuse_forbidden(evaluator, folder)
     if evaluator.python is not None:
         return [*_ours("entry_point"), evaluator.python]
     if (text := evaluator.perplexity) is not None:
@@ -103,8 +105,12 @@ def _require(package: str, evaluator: Evaluator) -> None:
 
 
 def environment_of(evaluator: Evaluator, snapshot: Path) -> dict[str, str]:
-    """What the child finds in its environment: all that is in ours, and the snapshot's path."""
-    environment = {**os.environ, "MERGEPIPE_SNAPSHOT": str(snapshot)}
+    """What the child finds in its environment: the snapshot's path, and what is in ours.
+
+    Of our tokens, keys and passwords it gets those that the evaluator names.
+    """
+    environment = without_secrets(os.environ, evaluator.env)
+    environment["MERGEPIPE_SNAPSHOT"] = str(snapshot)
     if not evaluator.command:  # the child has to find this package wherever it starts
         root = str(Path(__file__).parents[2])
         environment["PYTHONPATH"] = os.pathsep.join(

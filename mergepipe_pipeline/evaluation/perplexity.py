@@ -16,13 +16,15 @@ from typing import Any
 
 #: Tokens of a window, where the model's context allows so many.
 _MOST_WINDOW = 2048
+#: Nothing is downloaded, and no code of a model is run.
+LOCAL: Any = {"local_files_only": True, "trust_remote_code": False}
 
 
 def main(file: str, field: str, max_tokens: str, snapshot: str) -> None:
     """Print perplexity, mean loss in nats, and how many tokens were predicted."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(snapshot, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(snapshot, **LOCAL)
     print(
         json.dumps(perplexity(snapshot, tokenizer, documents(Path(file), field), int(max_tokens)))
     )
@@ -59,7 +61,7 @@ def perplexity(
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     load: Any = AutoModelForCausalLM.from_pretrained
-    model = load(snapshot, dtype="auto", local_files_only=True).to(device).eval()
+    model = load(snapshot, dtype="auto", **LOCAL).to(device).eval()
     context = getattr(model.config, "max_position_embeddings", None) or _MOST_WINDOW
     total, predicted = 0.0, 0
     with torch.inference_mode():

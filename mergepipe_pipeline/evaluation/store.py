@@ -13,6 +13,7 @@ from mergepipe_pipeline.digest import seal, sha256_hex, unseal
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.spec.evaluation import Evaluation
 from mergepipe_pipeline.storage.atomic import write_atomic
+from mergepipe_pipeline.storage.forms import check_form
 from mergepipe_pipeline.warehouse import Warehouse
 
 FORMAT = "mergepipe-evaluation/1"
@@ -50,7 +51,9 @@ def read(path: Path) -> Evaluation:
     said = (value.get("format"), value.get("snapshot_id"), value.get("evaluator_id"))
     if said != (FORMAT, path.parent.name, path.stem) or not names <= value.keys():
         raise _wrong(path, f"{FORMAT} of snapshot {path.parent.name}", f"{said[0]} of {said[1]}")
-    evaluation = Evaluation(**{name: value[name] for name in names})
+    told = {name: value[name] for name in names}
+    what, next_step = "What was measured of a snapshot", "run `mergepipe repair`"
+    evaluation = check_form(Evaluation, told, str(path), what, next_step)
     log = path.with_suffix(".log")
     digest = sha256_hex(log.read_bytes()) if log.is_file() else "no file"
     if digest != evaluation.log_sha256:

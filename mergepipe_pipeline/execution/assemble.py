@@ -6,7 +6,7 @@ merge: in the manifest what determines the result, in the provenance the rest. C
 
 from __future__ import annotations
 
-import logging
+import time
 from base64 import b64decode
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
@@ -21,7 +21,9 @@ from mergepipe_pipeline.digest import new_hash, sha256_hex
 from mergepipe_pipeline.errors import DamagedLayerError, NotFoundError
 from mergepipe_pipeline.execution.card_facts import card_facts
 from mergepipe_pipeline.execution.plan_leases import staging as staging_of
+from mergepipe_pipeline.snapshots.checks import Checked
 from mergepipe_pipeline.snapshots.commit import commit_snapshot, damage_of
+from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.snapshots.marks import Marks
 from mergepipe_pipeline.snapshots.model_folder import (
     STATED,
@@ -46,10 +48,12 @@ from mergepipe_pipeline.spec.snapshot import (
 from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.storage.side_files import CONFIG, SideStamp, pieces, side_files
 from mergepipe_pipeline.storage.source import CheckpointSource, open_source
+from mergepipe_pipeline.text import listed
 from mergepipe_pipeline.tokenizer.model_tokenizer import of_tokenizer
 from mergepipe_pipeline.warehouse import Warehouse
 
-_LOG = logging.getLogger("mergepipe")
+#: Layers that an error names.
+_MOST_NAMED = 5
 
 
 @damaged_rest_named()
@@ -61,13 +65,14 @@ def commit(
     *,
     is_stage: bool = False,
     made: Collection[str] = (),
-) -> Snapshot:
+) -> tuple[Snapshot, Checked]:
     """Build the snapshot of a plan whose layers are all in the object store, and commit it.
 
     `realised` and `times` go to the provenance; `is_stage` as in `merge`. For a new snapshot the
-    bytes of all layers are read but of those that were `made` just now, by name. One that is there
-    and damaged is made anew, and goes to quarantine. Raises
-    NotFoundError naming the first layer that is not merged yet, DamagedLayerError.
+    bytes of all layers are read but of those that were `made` just now, by name; of one that is
+    there all bytes are read, and if it is damaged, it is made anew and goes to quarantine. What was
+    read and found right comes with the snapshot. Raises NotFoundError naming the first layer that
+    is not merged yet, and DamagedLayerError for layers that are set aside, to be merged again.
     """
     store = warehouse.objects
     merged = [(layer, _merged(store, layer)) for layer in plan.layers]
@@ -87,19 +92,21 @@ def commit(
         )
         files: dict[str, bytes | Path] = {side.file: staging / side.file for side in copied}
         final = warehouse.snapshots / manifest.snapshot_id
+        marks, began_ns = Marks(warehouse.stages), time.time_ns()
         is_new = not final.exists()
+        if not is_new and damage_of(final) is None:
+            marks.mark(final.name, is_stage=is_stage, is_new=False)
+            whole = Checked(frozenset(s.sha256 for s in shards), began_ns)
+            return load_snapshot(warehouse.snapshots, final.name), whole
         staged = stage_snapshot(
             staging, manifest, store, written | files, _provenance(warehouse, plan, realised, times)
         )
-        damage = None if is_new else damage_of(final, staged)
-        if is_new or damage:
-            _refuse_damaged(store, [pair for pair in merged if pair[0].name not in made])
-        aside = warehouse.new_quarantine() / "snapshots" / final.name if damage else None
-        snapshot = commit_snapshot(staged, warehouse.snapshots, aside)
-        if damage:
-            _LOG.warning("A damaged snapshot was made anew; it lies in %s. %s", aside, damage)
-        Marks(warehouse.stages).mark(snapshot.snapshot_id, is_stage=is_stage, is_new=is_new)
-        return snapshot
+        began_ns = time.time_ns()  # a file counts as touched when it is linked
+        reused = [pair for pair in merged if pair[0].name not in made]
+        _refuse_damaged(warehouse, reused)
+        snapshot = commit_snapshot(staged, warehouse.snapshots, warehouse.new_quarantine)
+        marks.mark(snapshot.snapshot_id, is_stage=is_stage, is_new=is_new)
+        return snapshot, Checked(frozenset(stored.sha256 for _, stored in reused), began_ns)
 
 
 def _merged(store: ObjectStore, layer: LayerTask) -> StoredObject:
@@ -131,21 +138,24 @@ def _shards(merged: Sequence[tuple[LayerTask, StoredObject]]) -> tuple[ShardEntr
     )
 
 
-def _refuse_damaged(store: ObjectStore, reused: Sequence[tuple[LayerTask, StoredObject]]) -> None:
-    """Raise DamagedLayerError if a layer's bytes are not those written; all such are forgotten."""
+def _refuse_damaged(warehouse: Warehouse, reused: Sequence[tuple[LayerTask, StoredObject]]) -> None:
+    """Raise DamagedLayerError if layers' bytes are not those written; all such are set aside."""
+    store = warehouse.objects
     with Workers(threads.FILES) as workers:
         intact = list(workers.map(store.is_intact, (stored for _, stored in reused)))
     damaged = [pair for pair, good in zip(reused, intact, strict=True) if not good]
-    for layer, stored in damaged:
-        store.forget(layer.action_key, stored)
     if damaged:
+        aside = warehouse.new_quarantine()
+        for layer, stored in damaged:
+            store.set_aside(layer.action_key, stored, aside)
         layer, stored = damaged[0]
+        names = listed([layer.name for layer, _ in damaged], _MOST_NAMED, "layers more")
         raise DamagedLayerError(
             "A stored layer's bytes are not the bytes that were written",
-            where=f"{store.path_of(stored.sha256)}, layer {layer.name}",
+            where=f"{store.path_of(stored.sha256)}, layer {names}",
             expected=f"sha256 {stored.sha256[:16]}",
-            found="other bytes",
-            next_step="run the same command again: the layer is merged anew",
+            found=f"other bytes, which lie in {aside}",
+            next_step="merge the recipe again: the layer is made anew",
         )
 
 

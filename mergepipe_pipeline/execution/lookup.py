@@ -9,9 +9,11 @@ from mergepipe_pipeline.digest import unseal
 from mergepipe_pipeline.errors import CorruptionError, NotFoundError
 from mergepipe_pipeline.execution.plan_store import load_plan
 from mergepipe_pipeline.snapshots.find import load_snapshot, read_manifest
-from mergepipe_pipeline.snapshots.stage import PROVENANCE
 from mergepipe_pipeline.spec.plan import MergePlan
-from mergepipe_pipeline.spec.snapshot import MANIFEST, Snapshot
+from mergepipe_pipeline.spec.request import Request, RequestedModel
+from mergepipe_pipeline.spec.snapshot import MANIFEST, PROVENANCE, Snapshot
+from mergepipe_pipeline.storage.chain import MOST_VERSIONS
+from mergepipe_pipeline.text import whole_number
 from mergepipe_pipeline.warehouse import Warehouse
 
 
@@ -52,14 +54,32 @@ def provenance_of(snapshot: Snapshot) -> dict[str, Any]:
     return unseal(path.read_bytes(), str(path))
 
 
+def request_of(snapshot: Snapshot) -> Request:
+    """How a snapshot was asked for; of one that no recipe made, its inputs alone.
+
+    Raises CorruptionError.
+    """
+    made = provenance_of(snapshot)
+    if "request" in made:
+        return Request.from_json(made["request"])
+    inputs = zip(snapshot.manifest.inputs, made["sources"], strict=True)
+    return Request(
+        models=tuple(
+            RequestedModel(i.name, i.name, s["root"], s["checkpoint_id"], i.content_sha256)
+            for i, s in inputs
+        )
+    )
+
+
 def snapshot_of(warehouse: Warehouse, text: str) -> str:
     """The id that a ref, `REF@VERSION`, an id or a unique prefix means. Raises NotFoundError."""
     refs = warehouse.refs
     if text in refs:
         return refs.current(text).snapshot_id
     ref, _, number = text.rpartition("@")
-    if ref in refs and number.isdecimal():
-        return refs.target(ref, int(number)).snapshot_id
+    version = whole_number(number, MOST_VERSIONS)
+    if ref in refs and version is not None:
+        return refs.target(ref, version).snapshot_id
     return load_snapshot(warehouse.snapshots, text).snapshot_id
 
 

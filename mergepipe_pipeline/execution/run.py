@@ -35,6 +35,7 @@ from mergepipe_pipeline.execution.fetched import fetch_layers
 from mergepipe_pipeline.execution.plan_leases import lease
 from mergepipe_pipeline.execution.plan_leases import staging as staging_of
 from mergepipe_pipeline.progress import Advance, Progress, Silent
+from mergepipe_pipeline.snapshots.checks import Checked
 from mergepipe_pipeline.spec.outcome import LayerOutcome, Realised, RunStart, StoredObject, Times
 from mergepipe_pipeline.spec.plan import LayerTask, MergePlan
 from mergepipe_pipeline.spec.snapshot import Snapshot
@@ -53,7 +54,9 @@ _WAITING = 2
 class MergeOutcome:
     """A finished merge: the snapshot, its plan, what it cost, and the time it took.
 
-    `wall_s` is that of merging and commit; `times` tell what was predicted.
+    `wall_s` is that of merging and commit; `times` tell what was predicted. `non_finite` counts NaN
+    and infinite elements by tensor, with those that F8_E4M3 cut off at its end. `checked` is what
+    the commit has read of the snapshot.
     """
 
     snapshot: Snapshot
@@ -61,6 +64,8 @@ class MergeOutcome:
     realised: Realised
     wall_s: float
     times: Times
+    non_finite: dict[str, int]
+    checked: Checked
 
     def summary(self) -> dict[str, Any]:
         """The figures of `merge --json`; bytes are bytes, `error_bound` an L2 norm."""
@@ -101,8 +106,8 @@ def run_plan(
     """Execute a plan and commit its snapshot; publishes nothing. `start`: when the verb began.
 
     `is_stage`: only a later stage needs the result, so that `gc` may remove it. `fresh`: run all
-    layers, those that the action cache knows, too. A stored layer that turns out to be damaged is
-    made again.
+    layers, those that the action cache knows, too. A stored layer or a snapshot that turns out to
+    be damaged is set aside and made again.
 
     Raises CheckpointChangedError when an input is not the planned one any more, StorageFullError on
     a full disk; staging is removed, finished layers stay for the next try.
@@ -110,24 +115,31 @@ def run_plan(
     started = time.monotonic()
     start = start or RunStart(started, downloaded=partial(traffic_since, traffic()))
 
-    def run(*, fresh: bool) -> tuple[Snapshot, Realised, Times]:
+    def run(*, fresh: bool) -> MergeOutcome:
         outcomes = list(
             run_layers(warehouse, plan, options=options, progress=progress, fresh=fresh)
         )
         realised, merging_s = Realised.of(outcomes), time.monotonic() - started
         times = Times(start.predicted, started - start.at_s, merging_s, start.downloaded)
         made = {layer.name for layer in outcomes if not layer.reused}
-        snapshot = commit(warehouse, plan, realised, times, is_stage=is_stage, made=made)
+        done = commit(warehouse, plan, realised, times, is_stage=is_stage, made=made)
         downloads = start.downloaded()  # what this process fetches later is not of this merge
-        return snapshot, realised, replace(times, downloaded=lambda: downloads)
+        times = replace(times, downloaded=lambda: downloads)
+        counts = dict(count for layer in outcomes for count in layer.stored.non_finite)
+        wall_s = time.monotonic() - started
+        return MergeOutcome(done[0], plan, realised, wall_s, times, counts, done[1])
 
     with lease(warehouse, plan):
         try:
-            snapshot, realised, times = run(fresh=fresh)
+            return run(fresh=fresh)
         except DamagedLayerError as error:
-            _LOG.warning("%s", error)
-            snapshot, realised, times = run(fresh=False)
-    return MergeOutcome(snapshot, plan, realised, time.monotonic() - started, times)
+            _LOG.warning("%s", made_anew(error))
+            return run(fresh=False)
+
+
+def made_anew(error: DamagedLayerError) -> str:
+    """What to tell of stored layers that were damaged and are merged again now."""
+    return f"{error.what} ({error.where}): {error.found}. It is merged again"
 
 
 def run_layers(

@@ -14,7 +14,7 @@ from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.memory import release_freed
 from mergepipe_pipeline.concurrency.workers import TaskQueue, Workers
 from mergepipe_pipeline.contents.input_segments import pass_inputs
-from mergepipe_pipeline.contents.tensor_digests import Contents, Known, put_taken
+from mergepipe_pipeline.contents.tensor_digests import Contents, Known, put_taken, verify_place
 from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.facts.reuse import StatsReuse
 from mergepipe_pipeline.progress import Progress, Silent
@@ -61,12 +61,18 @@ def ensure_stats(
     `Catalog.stats`.
     """
     catalog = warehouse.catalog
+    checkpoints = [c for model in (base, *(m for m, _ in experts)) for c in model.checkpoints]
+    for checkpoint in checkpoints:
+        verify_place(warehouse, checkpoint, progress)
     of_base = partial(catalog.missing_pairs, base.model_id)
     missing = [(m, of_base(m.model_id, grid.block_elems, pairs)) for m, pairs in experts]
     take_over = StatsReuse(warehouse, base, grid, progress)
     missing = [(m, take_over.rest(m, pairs)) for m, pairs in missing if pairs]
-    for batch in _batches([(m, pairs) for m, pairs in missing if pairs]):
+    missing = [(m, pairs) for m, pairs in missing if pairs]
+    for batch in _batches(missing):
         _analyze(warehouse, batch, base, grid, progress or Silent())
+    for checkpoint in checkpoints if missing else ():  # they may have changed while they were read
+        verify_place(warehouse, checkpoint, progress)
     for model in (base, *(m for m, _ in experts)):
         _put_known_digests(catalog, model, base, grid)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from mergepipe_pipeline.concurrency.prefetch import prefetch
-from mergepipe_pipeline.contents.tensor_digests import ensure_digests
+from mergepipe_pipeline.contents.tensor_digests import ensure_digests, verify_place
 from mergepipe_pipeline.facts.expert import ExpertFacts, FactTables, Load, Sparsified
 from mergepipe_pipeline.facts.expert_stats import Pair, ensure_stats
 from mergepipe_pipeline.facts.group import measured_facts
@@ -98,6 +98,8 @@ def gather(
     `with_blocks`, when blocks will be, where experts have packs.
     """
     recipe = resolved.recipe
+    for checkpoint in (c for model in resolved.originals for c in model.checkpoints):
+        verify_place(warehouse, checkpoint, progress)
     models = _with_tokens(warehouse, resolved)
     (progress or Silent()).warn(*_register(warehouse, recipe, models, unnamed or {}))
     merged = [t for t in recipe.tensors if is_merged(t, models)]

@@ -121,6 +121,12 @@ class Auditor:
         with self._lock:
             self.findings.append(finding)
 
+    def withdraw(self, folder: Path) -> None:
+        """Take back the findings about a folder and what is in it."""
+        with self._lock:
+            kept = [f for f in self.findings if not Path(f.file).is_relative_to(folder)]
+            self.findings[:] = kept
+
     def is_done(self, path: Path) -> bool:
         """Whether a verification that was interrupted found this file right, as it is now."""
         return self._journal[str(path)] == _state(path)

@@ -10,17 +10,20 @@ from functools import partial
 from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Catalog
-from mergepipe_pipeline.catalog.segment_files import SegmentFiles
 from mergepipe_pipeline.contents.away import present_root
 from mergepipe_pipeline.contents.rests import damaged_rest_named, refuse_damaged_rest
 from mergepipe_pipeline.contents.side_file_digests import missing_files, refuse_changed_file
-from mergepipe_pipeline.digest import SEGMENT_DIGEST_NBYTES
-from mergepipe_pipeline.errors import CheckpointChangedError, CorruptionError, MergePipeError
+from mergepipe_pipeline.contents.tensor_digests import wrong_elements
+from mergepipe_pipeline.errors import (
+    CheckpointChangedError,
+    CheckpointError,
+    CorruptionError,
+    MergePipeError,
+)
 from mergepipe_pipeline.execution.lookup import provenance_of
 from mergepipe_pipeline.integrity.auditor import Auditor
 from mergepipe_pipeline.progress import Advance, Progress
 from mergepipe_pipeline.spec.checkpoint import AWAY, Checkpoint
-from mergepipe_pipeline.spec.segments import Segments
 from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.side_files import SideStamp, side_sha256, side_stamps
@@ -57,6 +60,17 @@ def verify_inputs(
     with progress.task("verify inputs", sum(c.nbytes for c, _ in analysed)) as advance:
         for checkpoint, digests in analysed:
             _verify(warehouse, checkpoint, digests, audit, advance)
+    _pass_over_returned(inputs, audit)
+
+
+def _pass_over_returned(inputs: Sequence[_Input], audit: Auditor) -> None:
+    """Make notes of those that `unpack` gave their files back while they were read from packs."""
+    folders = {name: Path(root.removeprefix(AWAY)) for name, root, _ in inputs if AWAY in root}
+    returned = {name: folder for name, folder in folders.items() if not folder.exists()}
+    for folder in returned.values():
+        audit.withdraw(folder)
+    if returned:
+        audit.notes.append(f"came back meanwhile, and not compared: {', '.join(returned)}")
 
 
 def _registered(catalog: Catalog) -> Iterator[_Input]:
@@ -153,7 +167,8 @@ def _verify(
         if wrong and checkpoint.is_away and _is_of_rest(root, audit):
             continue
         for tensor, segments in wrong.items():
-            place = f"{path}, tensor {tensor}{_elements(warehouse, checkpoint, tensor, segments)}"
+            elements = wrong_elements(warehouse, checkpoint, tensor, segments)
+            place = f"{path}, tensor {tensor}{elements}"
             error = _changed(place, digests.get(tensor), segments.content)
             audit.report("inputs", path, error)
         if not wrong and not checkpoint.is_away:  # a pack may change, and its rest be as it was
@@ -200,23 +215,10 @@ def _is_of_rest(folder: Path, audit: Auditor) -> bool:
     """Whether what stays beside a pack is damaged, which is reported then."""
     try:
         refuse_damaged_rest(folder)
-    except CorruptionError as error:
+    except (CheckpointError, CorruptionError) as error:
         audit.report("inputs", folder, error)
         return True
     return False
-
-
-def _elements(warehouse: Warehouse, checkpoint: Checkpoint, tensor: str, segments: Segments) -> str:
-    """Which elements are not what they were, where the catalog knows it."""
-    n = segments.segment_elems
-    recorded = SegmentFiles(warehouse.catalog_dir, checkpoint.checkpoint_id, n)
-    if tensor not in recorded:
-        return ""
-    old = Segments(n, recorded[tensor])
-    count = len(segments.digests) // SEGMENT_DIGEST_NBYTES
-    wrong = [i for i in range(count) if segments.of(i, i + 1) != old.of(i, i + 1)]
-    stop = min((wrong[-1] + 1) * n, checkpoint.by_name[tensor].numel) if wrong else 0
-    return f", elements {wrong[0] * n} to {stop}" if wrong else ""
 
 
 def _changed(where: str, expected: str | None, found: str) -> CorruptionError:

@@ -51,6 +51,12 @@ def verify_lineage(warehouse: Warehouse, audit: Auditor) -> None:
             _check_named(str(released), snapshot_ids, path, audit)
 
 
+def refuse_other_lineage(warehouse: Warehouse, snapshot: Snapshot) -> None:
+    """Raise CorruptionError for a snapshot that tells of plans and inputs what is not so here."""
+    _check_plan(warehouse, snapshot)
+    _check_inputs(warehouse, snapshot)
+
+
 def _check_plan(warehouse: Warehouse, snapshot: Snapshot) -> None:
     """The plan, where it is still there, has the layer keys of the manifest."""
     try:

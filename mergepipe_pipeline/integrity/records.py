@@ -17,6 +17,7 @@ from typing import Any
 
 from mergepipe_pipeline.catalog import formats
 from mergepipe_pipeline.catalog.file_checks import verify_sealed
+from mergepipe_pipeline.contents.places import read_place
 from mergepipe_pipeline.digest import unseal
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.evaluation.store import read as read_evaluation
@@ -26,8 +27,7 @@ from mergepipe_pipeline.execution.plan_store import load_plan, refuse_other_plan
 from mergepipe_pipeline.integrity.auditor import UNREADABLE, Auditor
 from mergepipe_pipeline.snapshots.find import files_below, load_snapshot
 from mergepipe_pipeline.snapshots.objects import layer_key_of
-from mergepipe_pipeline.snapshots.stage import PROVENANCE
-from mergepipe_pipeline.spec.snapshot import MANIFEST, ShardEntry, Snapshot
+from mergepipe_pipeline.spec.snapshot import MANIFEST, PROVENANCE, ShardEntry, Snapshot
 from mergepipe_pipeline.storage.chain import VersionChain
 from mergepipe_pipeline.storage.profile import load_profile
 from mergepipe_pipeline.warehouse import Warehouse
@@ -48,12 +48,7 @@ _OLD_S = 3600.0
 
 def verify_structure(warehouse: Warehouse, audit: Auditor) -> None:
     """Look at every file but weights."""
-    for folder in (
-        *(warehouse.catalog_dir / version for version in _FORMATS),
-        warehouse.token_rows,
-    ):
-        for path in _files(folder, "*.*.*"):
-            audit.check("structure", path, partial(verify_sealed, path), is_derivable=True)
+    _verify_facts(warehouse, audit)
     _verify_chains(warehouse.catalog_dir / "names", {"checkpoint_id", "root", "base"}, audit)
     _verify_chains(warehouse.catalog_dir / "tags", {"tags"}, audit)
     _verify_chains(warehouse.refs_dir, {"snapshot_id", "reason"}, audit)
@@ -96,6 +91,17 @@ def verify_structure(warehouse: Warehouse, audit: Auditor) -> None:
         if snapshot is not None:
             audit.check("structure", folder, partial(_check_files, snapshot, audit))
     _note_leftovers(warehouse, audit)
+
+
+def _verify_facts(warehouse: Warehouse, audit: Auditor) -> None:
+    for folder in (
+        *(warehouse.catalog_dir / version for version in _FORMATS),
+        warehouse.token_rows,
+    ):
+        for path in _files(folder, "*.*.*"):
+            audit.check("structure", path, partial(verify_sealed, path), is_derivable=True)
+    for path in _files(warehouse.catalog_dir / formats.PLACES, "*/*.json"):
+        audit.check("structure", path, partial(read_place, path), is_derivable=True)
 
 
 def snapshot_folders(warehouse: Warehouse) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from mergepipe_pipeline.digest import seal, unseal
 from mergepipe_pipeline.dtypes import LARGEST, TORCH_NAME
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.integrity.non_finite_inputs import non_finite_inputs
-from mergepipe_pipeline.snapshots.checks import verify_snapshot
+from mergepipe_pipeline.snapshots.checks import Checked, verify_snapshot
 from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.storage.atomic import write_atomic
@@ -27,7 +28,7 @@ MEND = "mend the expert that holds them there, or the recipe"
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """What was found of a snapshot whose every byte has its digest.
+    """What was found of a snapshot whose every byte had its digest when it was read, after `at_ns`.
 
     `non_finite` counts NaN and infinite elements by tensor.
     """
@@ -36,6 +37,7 @@ class Audit:
     files: int
     nbytes: int
     non_finite: Mapping[str, int]
+    at_ns: int
 
     @property
     def summary(self) -> str:
@@ -48,17 +50,22 @@ def audit_snapshot(
 ) -> Audit:
     """Check every byte and every weight of a recipe's snapshot; what was found is remembered.
 
-    Of the snapshot audited last, only files that somebody touched since are read again, unless
-    `anew`. Raises CorruptionError with the file and tensor that is wrong.
+    Of a snapshot that was audited last, and not long ago, only files that somebody touched since
+    are read again, unless `anew`. Raises CorruptionError with the file and tensor that is wrong.
     """
     folder = warehouse.snapshots / snapshot.snapshot_id
     last = None if anew else _audited(warehouse, recipe)
     if last is not None and last.snapshot_id == snapshot.snapshot_id:
-        verify_snapshot(folder, only_touched=True)
+        digests = frozenset(shard.sha256 for shard in snapshot.manifest.shards)
+        verify_snapshot(folder, checked=Checked(digests, last.at_ns))
         return last
-    verification = verify_snapshot(folder)
+    began_ns, verification = time.time_ns(), verify_snapshot(folder)
     audit = Audit(
-        snapshot.snapshot_id, verification.files, verification.nbytes, non_finite(snapshot)
+        snapshot.snapshot_id,
+        verification.files,
+        verification.nbytes,
+        non_finite(snapshot),
+        began_ns,
     )
     write_atomic(warehouse.audit_path(recipe), seal(asdict(audit)))
     return audit
@@ -68,7 +75,7 @@ def _audited(warehouse: Warehouse, recipe: str) -> Audit | None:
     path = warehouse.audit_path(recipe)
     try:
         return Audit(**unseal(path.read_bytes(), str(path)))
-    except (FileNotFoundError, CorruptionError):  # then the snapshot is audited again
+    except (FileNotFoundError, CorruptionError, TypeError):  # then the snapshot is audited again
         return None
 
 
@@ -109,16 +116,6 @@ def non_finite(snapshot: Snapshot) -> dict[str, int]:
     for file in checkpoint.files:
         counts |= non_finite_of_file(Path(checkpoint.root) / file.path)
     return counts
-
-
-def merged_non_finite(warehouse: Warehouse, plan: MergePlan) -> dict[str, int]:
-    """As `non_finite`, from what was noted when the plan's layers were merged; reads no weight.
-
-    Elements that F8_E4M3 cut off at its end are among them.
-    """
-    store = warehouse.objects
-    objects = [store.lookup(layer.action_key) for layer in plan.layers]
-    return {name: n for stored in objects if stored for name, n in stored.non_finite}
 
 
 def non_finite_warning(counts: dict[str, int], plan: MergePlan) -> tuple[str, ...]:

@@ -12,11 +12,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from mergepipe_pipeline.arrays import I64Array
 from mergepipe_pipeline.catalog.arrow_tables import decode, encode
@@ -29,6 +30,7 @@ from mergepipe_pipeline.catalog.seals import (
 )
 from mergepipe_pipeline.catalog.seals import write_sealed as _write_sealed
 from mergepipe_pipeline.digest import digest_json
+from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.packs.damage import damaged_pack
 from mergepipe_pipeline.packs.sums import SUMMED_CHUNKS, Residuals, Sizes, summed
 from mergepipe_pipeline.packs.versions import codec_in, index_path, refuse_other_codec
@@ -40,6 +42,8 @@ from mergepipe_pipeline.spec.pack import (
     TensorContent,
     Tier,
 )
+from mergepipe_pipeline.storage.forms import Form, Sha256, Size, Text
+from mergepipe_pipeline.text import listed
 
 #: Rows of `index`: facts of whole tensors; lists are in the order of TIERS.
 INDEX = pa.schema(
@@ -62,6 +66,35 @@ CHECKSUMS = pa.schema([("tensor", pa.string()), ("checksums", pa.binary())])
 #: Bytes of arrays in a row group, for some hundred MiB of an expert; and in a file read whole.
 _GROUP_NBYTES = 1 << 18
 _WHOLE_NBYTES = 1 << 24
+#: A section is never longer than its content; of a chunk, and of each of its elements, these are
+#: above the contents of all sections.
+_FRAME_NBYTES, _MOST_TIMES = 1 << 12, 3
+Seal = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+_PerTier = Annotated[list[Size], Field(min_length=len(TIERS), max_length=len(TIERS))]
+
+
+class _RowForm(Form):
+    """A row of `index`, made by anybody."""
+
+    tensor: Text
+    base_tensor: Text
+    dtype: Text
+    shape: Annotated[list[Size], Field(max_length=16)]
+    digest: Sha256
+    base_digest: Sha256
+    unit: float = Field(allow_inf_nan=True)
+    threshold_bits: int = Field(ge=0, lt=1 << 32)
+    start_byte: _PerTier
+    nbytes: _PerTier
+
+
+class _MetaForm(BaseModel):
+    """What the index says beside its rows: the seals of its other files among it."""
+
+    tiers: list[Tier]
+    chunks: Seal
+    checksums: Seal
+    sums: Seal | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,15 +172,10 @@ def read_index(root: Path) -> PackIndex:
     that are read in parts; these are compared when they are read. Raises PackVersionError.
     """
     rows, meta = _read_rows(root)
-    tiers = tuple(t for t in TIERS if t in meta["tiers"])
-    paths = {
-        stem: sealed_path(root, stem, meta[stem])
-        for stem in ("chunks", "sums", "checksums")
-        if stem in meta
-    }
-    if not paths.keys() >= {"chunks", "checksums"}:
-        raise damaged_pack(root, "an index that names its other files", ", ".join(paths) or "none")
-    index = PackIndex(tiers, rows, paths["chunks"], paths.get("sums"), paths["checksums"])
+    sums = sealed_path(root, "sums", meta.sums) if meta.sums else None
+    chunks, checksums = (sealed_path(root, s, getattr(meta, s)) for s in ("chunks", "checksums"))
+    tiers = tuple(t for t in TIERS if t in meta.tiers)
+    index = PackIndex(tiers, rows, chunks, sums, checksums)
     _refuse_other(root, index)
     return index
 
@@ -160,6 +188,25 @@ def read_contents(root: Path) -> tuple[TensorContent, ...]:
     return tuple(row.content for row in _read_rows(root)[0])
 
 
+def frames_nbytes(root: Path) -> dict[str, int]:
+    """The size in bytes of each file of frames that the index of the pack in a folder names.
+
+    No frame is longer than what it can hold. Raises CorruptionError and PackVersionError.
+    """
+    rows, meta = _read_rows(root)
+    total = np.zeros(len(TIERS), np.int64)
+    for row in rows:
+        numel = math.prod(row.content.shape)
+        most = _MOST_TIMES * itemsize(row.content.dtype) * numel
+        most += _FRAME_NBYTES * -(-numel // CHUNK_ELEMS)
+        if (row.nbytes > most).any():
+            name = row.content.name
+            raise damaged_pack(root, f"at most {most} bytes in a tier of {name}", f"{row.nbytes}")
+        total += row.nbytes
+    sizes = dict(zip(TIERS, total.tolist(), strict=True))
+    return {frames_name(tier): sizes[tier] for tier in sizes if tier in meta.tiers}
+
+
 def read_any_contents(root: Path) -> tuple[TensorContent, ...]:
     """As `read_contents`, whatever version of the codec wrote the pack.
 
@@ -169,7 +216,7 @@ def read_any_contents(root: Path) -> tuple[TensorContent, ...]:
     return tuple(row.content for row in _rows_in(read_sealed(path), path)[0])
 
 
-def _read_rows(root: Path) -> tuple[tuple[TensorRow, ...], dict[str, Any]]:
+def _read_rows(root: Path) -> tuple[tuple[TensorRow, ...], _MetaForm]:
     """The rows of the index in a folder, and what it says beside them.
 
     Raises CorruptionError and PackVersionError.
@@ -180,9 +227,15 @@ def _read_rows(root: Path) -> tuple[tuple[TensorRow, ...], dict[str, Any]]:
     return _rows_in(data, path)
 
 
-def _rows_in(data: bytes, path: Path) -> tuple[tuple[TensorRow, ...], dict[str, Any]]:
+def _rows_in(data: bytes, path: Path) -> tuple[tuple[TensorRow, ...], _MetaForm]:
     table, meta = decode(data, str(path), INDEX)
-    return tuple(_tensor_row(row) for row in table.to_pylist()), meta
+    try:
+        rows = tuple(map(_tensor_row, _ROWS.validate_python(table.to_pylist())))
+        return rows, _MetaForm.model_validate(meta)
+    except ValidationError as invalid:
+        first = invalid.errors(include_url=False)[0]
+        found = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise damaged_pack(path, "an index of tensors", found) from invalid
 
 
 def _refuse_other(root: Path, index: PackIndex) -> None:
@@ -192,10 +245,12 @@ def _refuse_other(root: Path, index: PackIndex) -> None:
         raise damaged_pack(
             root, f"the contents of pack {root.name[:16]}", f"those of {pack_id[:16]}"
         )
+    if len({row.content.name for row in index.rows}) < len(index.rows):
+        raise damaged_pack(root, "tensors of different names", "a name twice")
     start_byte = np.zeros(len(TIERS), np.int64)
     for row in index.rows:
-        is_placed = np.array_equal(row.start_byte, start_byte) and row.nbytes.shape == (len(TIERS),)
-        if not is_placed or (row.nbytes < 0).any():
+        is_placed = np.array_equal(row.start_byte, start_byte)
+        if not is_placed:
             raise damaged_pack(root, "frames of tensors one after the other", row.content.name)
         start_byte += row.nbytes
     sizes = dict(zip(TIERS, start_byte.tolist(), strict=True))
@@ -245,6 +300,8 @@ class ChunkRows:
 
     def _rows(self, file: RowGroups, key: Key) -> dict[str, tuple[bytes, ...]]:
         names, *arrays = (column.to_pylist() for column in file.read(key).columns)
+        if tuple(names) != key or any(None in array for array in arrays):
+            raise damaged_pack(self._path, f"rows of {listed(key, 1)}", "others")
         return dict(zip(names, zip(*arrays, strict=True), strict=True))
 
 
@@ -324,17 +381,16 @@ def _index_row(t: PackedTensor) -> tuple[Any, ...]:
     )
 
 
-def _tensor_row(row: dict[str, Any]) -> TensorRow:
+def _tensor_row(row: _RowForm) -> TensorRow:
+    shape = tuple(row.shape)
     content = TensorContent(
-        row["tensor"],
-        row["base_tensor"],
-        row["dtype"],
-        tuple(row["shape"]),
-        row["digest"],
-        row["base_digest"],
+        row.tensor, row.base_tensor, row.dtype, shape, row.digest, row.base_digest
     )
-    start, nbytes = (np.array(row[c], np.int64) for c in ("start_byte", "nbytes"))
-    return TensorRow(content, row["unit"], row["threshold_bits"], start, nbytes)
+    start, nbytes = (np.array(column, np.int64) for column in (row.start_byte, row.nbytes))
+    return TensorRow(content, row.unit, row.threshold_bits, start, nbytes)
+
+
+_ROWS = TypeAdapter(list[_RowForm])
 
 
 def _bytes(array: npt.NDArray[Any], dtype: str) -> bytes:

@@ -7,20 +7,22 @@ file again, bit for bit.
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mergepipe_pipeline.digest import seal, unseal
-from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.digest import seal
+from mergepipe_pipeline.errors import CheckpointError, CorruptionError
 from mergepipe_pipeline.spec.checkpoint import AWAY, Checkpoint
 from mergepipe_pipeline.storage.atomic import make_dirs, remove_tree, rename, write_atomic
 from mergepipe_pipeline.storage.hashing import file_sha256
 from mergepipe_pipeline.storage.permissions import permissions_of
 from mergepipe_pipeline.storage.roots import Roots
+from mergepipe_pipeline.storage.source import LocalSource
 
 #: The file that describes the others beside it.
 RECORD = "record.json"
@@ -117,10 +119,15 @@ class ReplacedStore:
         path, here, data = self.path(checkpoint_id) / RECORD, self._roots.here, b""
         try:
             data = path.read_bytes()
-            record = _from_json(unseal(data, str(path)))
+            # It loads pydantic, which commands that only list refs start without.
+            from mergepipe_pipeline.packs.record_form import checked_record
+
+            record = record_of(checked_record(data, str(path)))
         except (FileNotFoundError, IsADirectoryError):
             if not path.parent.is_dir():
                 return None
+            if path.is_file():  # `pack --replace` has put it there since
+                return self.find(checkpoint_id)
             raise CorruptionError(
                 "The record of an expert that was moved away is missing",
                 where=str(path),
@@ -151,11 +158,16 @@ class ReplacedStore:
         return _rest(self.path(checkpoint_id), number)
 
     def refuse_damaged_rest(self, record: Replaced) -> None:
-        """Raise CorruptionError naming the first rest that is not what was written; reads all."""
+        """Raise CorruptionError naming the first rest that is not what was written; reads all.
+
+        Raises CheckpointError if nothing is left of the record: the files came back meanwhile.
+        """
         for number, file in enumerate(record.files):
             path = self.rest(record.checkpoint_id, number)
             sha256 = file_sha256(path) if path.is_file() else "no file"
             if file.rest_sha256 not in ("", sha256):
+                if not self.path(record.checkpoint_id).exists():
+                    raise came_back(self.path(record.checkpoint_id))
                 raise CorruptionError(
                     "What gives an expert's file back was changed after it was written",
                     where=f"{path}, for {file.path} of {record.name}",
@@ -163,6 +175,17 @@ class ReplacedStore:
                     found=sha256 if sha256 == "no file" else f"sha256 {sha256[:16]}",
                     next_step=record.bring_back,
                 )
+
+
+def came_back(folder: Path) -> CheckpointError:
+    """The error that a record is gone with all that lay beside it in its folder."""
+    return CheckpointError(
+        "Nothing gives the files of a checkpoint that was moved away",
+        where=str(folder),
+        expected="what `pack --replace` left of them",
+        found="nothing: they came back meanwhile, or somebody removed it",
+        next_step="run the same command again",
+    )
 
 
 @contextmanager
@@ -180,25 +203,40 @@ def original_named(record: Replaced, pack: Path) -> Iterator[None]:
 
 
 def files_of(
-    root: Path, checkpoint: Checkpoint, packed: Mapping[str, str]
+    root: Path,
+    checkpoint: Checkpoint,
+    packed: Mapping[str, str],
+    names: Iterable[str] | None = None,
 ) -> tuple[MovedFile, ...]:
-    """All files below a checkpoint's folder, hashed, with the places of packed tensors.
+    """Files of a checkpoint's folder, hashed, with the places of packed tensors.
 
-    `packed`: the pack's name of each tensor of the checkpoint. Raises CorruptionError for what is
-    no regular file.
+    Args:
+        root: the folder.
+        checkpoint: what it holds.
+        packed: the pack's name of each tensor of the checkpoint.
+        names: the files, by default all below the folder.
+
+    Raises CheckpointError for what is no regular file, or a link that leaves the folder.
     """
+    if names is None:
+        paths = sorted(p for p in root.rglob("*") if p.is_symlink() or not p.is_dir())
+        names = [str(p.relative_to(root)) for p in paths]
     files = []
-    for path in sorted(p for p in root.rglob("*") if p.is_symlink() or not p.is_dir()):
-        name = str(path.relative_to(root))
-        places = sorted(
-            (t.start_byte, packed[t.name], t.nbytes)
-            for t in checkpoint.tensors
-            if t.file == name and t.name in packed
-        )
-        sha256, stat = file_sha256(path), path.stat()
-        tensors = tuple((tensor, start, nbytes) for start, tensor, nbytes in places)
-        mode = permissions_of(path)
-        files.append(MovedFile(name, stat.st_size, stat.st_mtime_ns, sha256, tensors, mode=mode))
+    with LocalSource(root, "exact") as source:
+        for name in sorted(names):
+            places = sorted(
+                (t.start_byte, packed[t.name], t.nbytes)
+                for t in checkpoint.tensors
+                if t.file == name and t.name in packed
+            )
+            tensors = tuple((tensor, start, nbytes) for start, tensor, nbytes in places)
+            with source.lent(name) as (descriptor, _):
+                stat = os.fstat(descriptor)
+                sha256 = file_sha256(Path(f"/proc/self/fd/{descriptor}"))
+            mode = permissions_of(root / name)
+            files.append(
+                MovedFile(name, stat.st_size, stat.st_mtime_ns, sha256, tensors, mode=mode)
+            )
     return tuple(files)
 
 
@@ -216,9 +254,10 @@ def write_record(staged: Path, record: Replaced, roots: Roots) -> Replaced:
     """
     make_dirs(staged)
     files = []
-    for number, file in enumerate(record.files):
-        write_atomic(_rest(staged, number), _without_tensors(Path(record.root), file))
-        files.append(replace(file, rest_sha256=file_sha256(_rest(staged, number))))
+    with LocalSource(record.root, "exact") as source:
+        for number, file in enumerate(record.files):
+            write_atomic(_rest(staged, number), _without_tensors(source, file))
+            files.append(replace(file, rest_sha256=file_sha256(_rest(staged, number))))
     written = replace(record, files=tuple(files))
     put_record(staged, written, roots)
     return written
@@ -230,9 +269,11 @@ def put_record(staged: Path, record: Replaced, roots: Roots) -> None:
     write_atomic(staged / RECORD, seal(asdict(replace(record, root=root, cold=cold))))
 
 
-def record_of(value: dict[str, Any]) -> Replaced:
-    """The record of a JSON value, with its folders as stated there."""
-    return _from_json(value)
+def record_of(value: Mapping[str, Any]) -> Replaced:
+    """The record of a value that has the form of one."""
+    files = tuple(MovedFile(**file) for file in value["files"])
+    folders = tuple(MovedFolder(**folder) for folder in value["folders"])
+    return Replaced(**{**value, "files": files, "folders": folders})
 
 
 def restored(
@@ -251,12 +292,12 @@ def restored(
             at = start + nbytes
 
 
-def _without_tensors(root: Path, file: MovedFile) -> Iterator[bytes]:
-    with (root / file.path).open("rb") as whole:
-        at = 0
-        for _, start, nbytes in (*file.tensors, ("", file.nbytes, 0)):
-            yield from _read(whole.read, start - at, root / file.path)
-            at = whole.seek(start + nbytes)
+def _without_tensors(source: LocalSource, file: MovedFile) -> Iterator[bytes]:
+    at = 0
+    for _, start, nbytes in (*file.tensors, ("", file.nbytes, 0)):
+        for first in range(at, start, _PIECE_NBYTES):
+            yield source.read_range(file.path, first, min(_PIECE_NBYTES, start - first))
+        at = start + nbytes
 
 
 def _read(read: Callable[[int], bytes], nbytes: int, path: Path) -> Iterator[bytes]:
@@ -288,12 +329,3 @@ def _without_record(folder: Path, cold: str, root: str) -> str:
 
 def _rest(folder: Path, number: int) -> Path:
     return folder / f"{number:06d}.rest"
-
-
-def _from_json(value: dict[str, Any]) -> Replaced:
-    files = tuple(
-        MovedFile(**{**f, "tensors": tuple((n, int(s), int(b)) for n, s, b in f["tensors"])})
-        for f in value.pop("files")
-    )
-    folders = tuple(MovedFolder(**f) for f in value.pop("folders", ()))
-    return Replaced(**value, files=files, folders=folders)

@@ -7,24 +7,33 @@ receiver computes them again, and need not trust the sender.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import PurePosixPath
+from typing import Literal
 
-from mergepipe_pipeline.digest import seal, unseal
+from mergepipe_pipeline.digest import seal
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.packs.record_form import RecordForm
 from mergepipe_pipeline.packs.replaced import Replaced, record_of
 from mergepipe_pipeline.packs.store import Pack
-from mergepipe_pipeline.spec.pack import PACKED_DTYPES
-from mergepipe_pipeline.storage.chain import NAME, NAME_FORM
+from mergepipe_pipeline.spec.pack import PACKED_DTYPES, TIERS
+from mergepipe_pipeline.storage.forms import Form, PathBelow, Sha256, Size, read_form
 
 #: The folder at an address that has packs, and the file in each that describes it.
 PACKS = "packs"
 EXPERT = "expert.json"
 _FORMAT = "mergepipe-travelling/1"
+#: The files of a pack, and what its expert has beside its tensors.
+_OWN = re.compile(
+    rf"({'|'.join(TIERS)})\.frames|(index|chunks|sums|checksums)\.[0-9a-f]{{32}}\.parquet|\d{{6}}\.rest"
+)
+#: Above the tables of a hundred thousand tensors.
+_MOST_TABLE_NBYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,58 +69,70 @@ def to_bytes(record: Replaced, files: Sequence[TravellingFile]) -> bytes:
     return seal({"format": _FORMAT, "record": record_json, "files": [asdict(f) for f in files]})
 
 
+class _FileForm(Form):
+    name: PathBelow
+    nbytes: Size
+    sha256: Sha256
+
+
+class _TravellingForm(Form):
+    format: Literal["mergepipe-travelling/1"]
+    record: RecordForm
+    files: tuple[_FileForm, ...]
+
+
 def from_bytes(data: bytes, where: str) -> Travelling:
     """The inverse of `to_bytes`. Raises CorruptionError for bytes that it cannot have made."""
-    value = unseal(data, where)
-    try:
-        if value["format"] != _FORMAT:
-            raise ValueError(f"format {value['format']}")
-        travelling = Travelling(
-            record_of(value["record"]), tuple(TravellingFile(**f) for f in value["files"])
-        )
-        if wrong := [path for path in _paths(travelling) if not _is_plain(path)]:
-            raise ValueError(f"the path {wrong[0]!r}")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptionError(
-            "The file that describes a pack has another form than this version writes",
-            where=where,
-            expected=_FORMAT,
-            found=str(error)[:200],
-            next_step="take it with the version that pushed it, or push it again",
-        ) from error
+    what = "The file that describes a pack"
+    next_step = "take it with the version that pushed it, or push it again"
+    form, _ = read_form(_TravellingForm, data, where, what, next_step)
+    files = tuple(TravellingFile(f.name, f.nbytes, f.sha256) for f in form.files)
+    travelling = Travelling(record_of(form.record.model_dump()), files)
+    if problem := next(_odd_files(travelling), None):
+        raise _odd(where, problem)
     return travelling
 
 
-def _paths(of: Travelling) -> Iterator[str]:
-    """All names that files and folders get here, on receipt and when unpacked."""
-    record = of.record
-    yield from (f.name for f in of.files)
-    yield from (f.path for f in record.files)
-    yield from (f.path for f in record.folders if f.path != ".")
-    yield from (record.checkpoint_id, record.pack_id, record.name)
+def _odd_files(of: Travelling) -> Iterator[str]:
+    """What is wrong with the files of a pack that travels, without a look at any of them."""
+    own = {f.name: f for f in of.own}
+    if len(own) < len(of.own):
+        yield "a file twice"
+    yield from (f"the file {name!r}" for name in own if not _OWN.fullmatch(name))
+    rests = {f"{number:06d}.rest": file for number, file in enumerate(of.record.files)}
+    if rests.keys() != {name for name in own if name.endswith(".rest")}:
+        yield f"other rests than those of {len(rests)} files"
+    for name, file in rests.items():
+        nbytes = file.nbytes - sum(n for *_, n in file.tensors)
+        if (own[name].nbytes, own[name].sha256) != (nbytes, file.rest_sha256):
+            yield f"the file {name}, which is not what {file.path!r} has beside its tensors"
+        if not file.tensors and file.sha256 != file.rest_sha256:
+            yield f"sha256 {file.sha256[:16]} of {file.path!r}, which is all in {name}"
+    for file in of.record.files:
+        if file.mode is not None and file.mode & ~0o777:
+            yield f"the permissions {file.mode:o} of {file.path!r}"
+    for name, f in own.items():
+        if name.endswith(".parquet") and f.nbytes > _MOST_TABLE_NBYTES:
+            yield f"{f.nbytes} bytes in {name}"
 
 
-def _is_plain(name: str) -> bool:
-    """Whether a path stays below the folder that it is relative to."""
-    parts = PurePosixPath(name).parts
-    return bool(parts) and not name.startswith("/") and ".." not in parts and "\0" not in name
+def _odd(where: str, problem: str) -> CorruptionError:
+    return CorruptionError(
+        "The file that describes a pack does not fit the pack",
+        where=where,
+        expected="files that are made of the pack's tensors and of rests",
+        found=problem,
+        next_step="do not use it before you know who made it, and how",
+    )
 
 
 def refuse_odd(record: Replaced, pack: Pack) -> None:
     """Raise CorruptionError for a record whose files could not be made from its pack and rests."""
     if problem := next(_problems(record, pack), None):
-        raise CorruptionError(
-            "The file that describes a pack does not fit the pack",
-            where=record.name,
-            expected="files that are made of the pack's tensors and of rests",
-            found=problem,
-            next_step="do not use it before you know who made it, and how",
-        )
+        raise _odd(record.name, problem)
 
 
 def _problems(record: Replaced, pack: Pack) -> Iterator[str]:
-    if not NAME.fullmatch(record.name):
-        yield f"the name {record.name!r}, which is to be {NAME_FORM}"
     if not record.files:
         yield "no file"
     for packed in pack.contents.values():

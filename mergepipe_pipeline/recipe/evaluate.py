@@ -23,7 +23,7 @@ from mergepipe_pipeline.spec.evaluation import (
 )
 
 _KINDS = ("command", "python", "perplexity", "lm_eval")
-_KEYS = (*_KINDS, "timeout", "retries")
+_KEYS = (*_KINDS, "timeout", "retries", "env")
 _PERPLEXITY_KEYS = ("text", "field", "max_tokens")
 _LM_EVAL_KEYS = tuple(field.name for field in fields(LmEval))
 _COMPARISONS: tuple[Comparison, ...] = ("min", "max", *RELATIVE)
@@ -33,6 +33,7 @@ _BUILT_IN = ("perplexity", "loss", "tokens")
 _ON_FAILURE, _AFTER = "on_failure", ("none", "bisect")
 
 _ENTRY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _SHARE = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,12})?)\s*%", re.ASCII)
 _MOST_S, _MOST_RETRIES, _MOST_TOKENS, _MOST_EXAMPLES = 7 * 86400, 10, 1 << 40, 10_000
 
@@ -55,11 +56,12 @@ def read_evaluate(value: object, problems: Problems) -> Evaluator | None:
     lm_eval = _lm_eval(keys.get("lm_eval"), (*path, "lm_eval"), problems)
     timeout_s = _between(keys, "timeout", 600, (0, _MOST_S), path, problems)
     retries = _between(keys, "retries", 1, (0, _MOST_RETRIES), path, problems, whole=True)
+    env = _env(keys.get("env"), (*path, "env"), problems)
     if timeout_s == 0:
         problems.add((*path, "timeout"), "expected seconds above 0, found 0")
     if len(problems) > n_before:
         return None
-    return Evaluator(command, python, perplexity, timeout_s, int(retries), lm_eval)
+    return Evaluator(command, python, perplexity, timeout_s, int(retries), lm_eval, env)
 
 
 def read_gate(value: object, evaluate: object, problems: Problems) -> Gate | None:
@@ -139,6 +141,16 @@ def _command(value: object, path: KeyPath, problems: Problems) -> tuple[str, ...
         if not isinstance(word, str) or "\0" in word or not (word or i):
             problems.add((*path, i), f"expected a text (numbers in quotes), {_found_clause(word)}")
     return tuple(map(str, value))
+
+
+def _env(value: object, path: KeyPath, problems: Problems) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    names = [v for v in value if isinstance(v, str)] if isinstance(value, list) else []
+    if names and names == value and all(map(_VARIABLE.fullmatch, names)):
+        return tuple(names)
+    problems.add(path, f"expected names of variables like [HF_TOKEN], {_found_clause(value)}")
+    return ()
 
 
 def _entry(value: object, path: KeyPath, problems: Problems) -> str | None:

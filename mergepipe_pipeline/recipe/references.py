@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mergepipe_pipeline.recipe.problems import shown, unknown_key
+from mergepipe_pipeline.secrets import discreet
 from mergepipe_pipeline.spec.recipe import ModelRef
 
 _PATH_STARTS = ("/", ".", "~")
@@ -62,6 +63,11 @@ def _from_text(text: str) -> ModelRef:
 def _check(text: str) -> None:
     if not text.strip() or text != text.strip() or "\0" in text:
         raise UnreadableReference(f"expected a catalog name or a path, found {shown(text)}")
+    if discreet(text) != text:  # before a sign in a signature is taken for that of an adapter
+        raise UnreadableReference(
+            "expected an address without user, password, ? and #, which may be secrets, found "
+            f"{shown(discreet(text))}: give credentials in the environment, or download the model"
+        )
 
 
 def _split_lora(text: str) -> tuple[str, str | None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mergepipe_pipeline.errors import RemoteError
+from mergepipe_pipeline.secrets import discreet
 from mergepipe_pipeline.storage.hub_cache import REPO
 
 BUCKETS, WEB, HUB = ("s3", "gs", "az"), ("http", "https"), "hf"
@@ -65,6 +66,7 @@ def is_hub_name(text: str) -> bool:
 
 def parse_address(text: str, revision: str | None = None) -> Address:
     """The address of a text; a `revision` given beside it counts. Raises RemoteError."""
+    refuse_secrets(text)
     scheme, _, rest = text.partition("://")
     place, given = rest.rstrip("/"), revision
     if scheme == HUB:
@@ -82,11 +84,26 @@ def parse_address(text: str, revision: str | None = None) -> Address:
             found=repr(revision),
             next_step="leave it out: what is there is pinned while it is read",
         )
-    elif not place or place.startswith("/") or "?" in place or "#" in place:
-        raise _refused(text, f"{scheme}:// with a place, and neither ? nor # in it")
-    elif scheme in WEB and "@" in place.partition("/")[0]:
-        raise _refused(f"{scheme}://…", "an address without a password: use a proxy or a bucket")
+    elif not place or place.startswith("/"):
+        raise _refused(text, f"{scheme}:// with a place")
     return Address(scheme, place, given)
+
+
+def refuse_secrets(text: str) -> None:
+    """Raise RemoteError for an address with a password, a signature or a token in it.
+
+    It would be kept in catalogs, provenance and cards, and is not repeated even here.
+    """
+    if is_address(text) and discreet(text) != text:
+        raise RemoteError(
+            "An address holds what may be a secret",
+            where=text,
+            expected="an address without user, password, ? and #",
+            found="one with them",
+            next_step="give what may read buckets and the hub in the environment "
+            "(AWS_ACCESS_KEY_ID, HF_TOKEN and others); what a signed link leads to, download it "
+            "and give its folder",
+        )
 
 
 def _refused(text: str, expected: str) -> RemoteError:

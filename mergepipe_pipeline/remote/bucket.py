@@ -85,28 +85,42 @@ class Bucket:
             for chunk in self._obstore.list(self._store, prefix=below or None):
                 yield from map(_entry, chunk)
 
-    def read(self, key: str) -> bytes | None:
-        """The content of a small object; None without one."""
+    def read(self, key: str, most_nbytes: int) -> bytes | None:
+        """The content of a small object; None without one.
+
+        Raises CorruptionError for one of more bytes.
+        """
         with failures_named(self.where(key)):
             try:
-                return bytes(self._obstore.get(self._store, key).bytes())
+                answer = self._obstore.get(self._store, key)
             except FileNotFoundError:
                 return None
+            if answer.meta["size"] > most_nbytes:
+                raise self._other_size(key, f"at most {most_nbytes}", answer.meta["size"])
+            return bytes(answer.bytes())
 
     def download(
-        self, key: str, path: Path, sha256: str, advance: Callable[[int], None] | None = None
+        self,
+        key: str,
+        path: Path,
+        sha256: str,
+        advance: Callable[[int], None] | None = None,
+        *,
+        nbytes: int,
     ) -> bool:
         """Write an object's content to the file `path`; False if there is none.
 
         A request lasts no longer than its time-out, so that a large object comes by several.
-        Raises CorruptionError if its digest is not `sha256`.
+        Raises CorruptionError if it has not `nbytes` bytes, or its digest is not `sha256`.
         """
         entry, running = self.find(key), new_hash()
         if entry is None:
             return False
+        if entry.nbytes != nbytes:
+            raise self._other_size(key, f"{nbytes}", entry.nbytes)
 
         def piece(start: int) -> memoryview:
-            stop = min(start + _PART_NBYTES, entry.nbytes)
+            stop = min(start + _PART_NBYTES, nbytes)
             got = self._obstore.get_range(self._store, key, start=start, end=stop)
             return memoryview(got)
 
@@ -115,7 +129,7 @@ class Bucket:
             path.open("wb") as file,
             Workers(_PARTS_AT_ONCE) as workers,
         ):
-            starts = range(0, entry.nbytes, _PART_NBYTES)
+            starts = range(0, nbytes, _PART_NBYTES)
             for data in workers.map(piece, starts, depth=_PARTS_AT_ONCE):
                 running.update(data)
                 file.write(data)
@@ -130,6 +144,15 @@ class Bucket:
                 next_step="remove it from the bucket; a warehouse that has it puts it again",
             )
         return True
+
+    def _other_size(self, key: str, expected: str, nbytes: int) -> CorruptionError:
+        return CorruptionError(
+            "An object of a bucket has another size than it is said to have",
+            where=self.where(key),
+            expected=f"{expected} bytes",
+            found=f"{nbytes} bytes",
+            next_step="remove it from the bucket; a warehouse that has it puts it again",
+        )
 
     def put(self, key: str, data: bytes, sha256: str = "") -> str:
         """Make an object hold `data`, in place of what it held; gives its ETag."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from mergepipe_pipeline.errors import CommitConflictError, CorruptionError, MergePipeError
 from mergepipe_pipeline.remote.bucket import Bucket, Entry
 from mergepipe_pipeline.remote.outgoing import OutgoingFile, Pushed
+from mergepipe_pipeline.storage.forms import MAX_NBYTES
 from mergepipe_pipeline.text import listed
 
 #: Names that an error tells.
@@ -111,7 +112,7 @@ def _claim(bucket: Bucket, claim: OutgoingFile, seen: Entry | None) -> None:
 
 
 def _refuse_other_claim(bucket: Bucket, claim: OutgoingFile, seen: Entry | None) -> None:
-    if bucket.read(claim.name) != claim.content:
+    if bucket.read(claim.name, MAX_NBYTES) != claim.content:
         raise CommitConflictError(
             "Another push came first",
             where=bucket.where(claim.name),

@@ -5,17 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from typing import Any
 
 from mergepipe_pipeline.errors import RemoteError
 from mergepipe_pipeline.remote.address import Address
-from mergepipe_pipeline.remote.clients import TIMEOUT_S, bucket_store, need
+from mergepipe_pipeline.remote.clients import TIMEOUT_S, bucket_origin, bucket_store, need
 from mergepipe_pipeline.remote.failures import first_line
 from mergepipe_pipeline.remote.listing import (
     Listing,
     RemoteFile,
     RequestError,
     changed,
+    listed_tag,
+    tag_of,
 )
 from mergepipe_pipeline.remote.traffic import METER, Traffic
 
@@ -33,14 +36,16 @@ class BucketSite:
     def listing(self) -> Listing:
         """One listing of the prefix gives names, sizes and ETags. Raises RemoteError."""
         METER.count(self._address.text, Traffic(requests=1))
-        store = bucket_store(self._address.folder)
+        store = bucket_store(self._address.folder, timeout_s=TIMEOUT_S)
         try:
             objects: list[Any] = list(need("obstore").list_with_delimiter(store)["objects"])
         except Exception as error:
             raise refused(error, self._address.text) from error
         only = self._address.only
         files = {
-            o["path"]: RemoteFile(o["path"], int(o["size"]), _tag(o))
+            o["path"]: RemoteFile(
+                o["path"], int(o["size"]), listed_tag(*_told(o), self._address.text)
+            )
             for o in objects
             if only in (None, o["path"])
         }
@@ -52,7 +57,7 @@ class BucketSite:
                 found="no object below this prefix",
                 next_step="check the address",
             )
-        return Listing(self._address, self._address.text, files)
+        return Listing(self._address, self._address.text, files, bucket_origin(self._address))
 
     @contextmanager
     def body(
@@ -61,11 +66,14 @@ class BucketSite:
         """The bytes [start, stop) by one request, if the ETag still matches."""
         # `fetch` repeats what fails: it knows which bytes came already.
         store = bucket_store(self._address.folder, max_retries=0, timeout_s=TIMEOUT_S)
-        options = {"range": (start_byte, stop_byte), "if_match": file.tag}
+        options: dict[str, Any] = {"range": (start_byte, stop_byte)}
+        if file.tag.endswith('"'):
+            options["if_match"] = file.tag
         try:
             got = need("obstore").get(store, file.path, options=options)
-            if _tag(got.meta) != file.tag:
-                raise changed(self._address.text, file, f"the tag {_tag(got.meta)}")
+            tag = tag_of(*_told(got.meta))
+            if tag != file.tag or got.meta["size"] != file.nbytes:
+                raise changed(self._address.text, file, f"the tag {tag}, {got.meta['size']} bytes")
             yield (memoryview(chunk) for chunk in got.stream(min_chunk_size=_CHUNK_NBYTES))
         except FileNotFoundError as error:
             raise changed(self._address.text, file, "no such object any more") from error
@@ -106,6 +114,5 @@ def _status(error: Exception) -> str:
     return (match[1] or match[2]) if match else ""
 
 
-def _tag(meta: Any) -> str:
-    """The ETag, or the time of the last change where a store has none."""
-    return str(meta["e_tag"] or meta["last_modified"].isoformat())
+def _told(meta: Any) -> tuple[str | None, datetime]:
+    return meta["e_tag"], meta["last_modified"]

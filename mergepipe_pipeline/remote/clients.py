@@ -9,16 +9,20 @@ same machine, eight requests at a time on 2 cores: 1 MiB each 1.96 GB/s by obsto
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from datetime import timedelta
 from functools import lru_cache
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from importlib import import_module
 from typing import Any
 
 from mergepipe_pipeline.errors import RemoteError
 from mergepipe_pipeline.remote.address import Address
 from mergepipe_pipeline.remote.failures import first_line
+from mergepipe_pipeline.remote.redirects import guarded
+from mergepipe_pipeline.secrets import discreet
 
 #: Seconds without a byte after which a request counts as failed.
 TIMEOUT_S = 30.0
@@ -64,7 +68,8 @@ def bucket_store(
         # Said by the endpoint itself, as of a server in one's own house.
         "allow_http": _endpoint(address.scheme).startswith("http://"),
     }
-    retry = {"max_retries": max_retries, "retry_timeout": timedelta(minutes=3)}
+    patience = timedelta(seconds=timeout_s) if timeout_s else timedelta(minutes=3)
+    retry = {"max_retries": max_retries, "retry_timeout": patience}
     sums = {"checksum_algorithm": "SHA256"} if writing and address.scheme == "s3" else {}
     try:
         return from_url(address.text, client_options=options, retry_config=retry, **sums)
@@ -77,6 +82,12 @@ def bucket_store(
         ) from error
 
 
+def bucket_origin(address: Address) -> str:
+    """The server that an address of a bucket means here, and whose buckets they are."""
+    account = os.environ.get("AZURE_STORAGE_ACCOUNT_NAME", "") if address.scheme == "az" else ""
+    return f"{_endpoint(address.scheme).rstrip('/')} {account}".strip()
+
+
 def _endpoint(scheme: str) -> str:
     names = {"s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")}
     named = names.get(scheme, ("AZURE_STORAGE_ENDPOINT", "GOOGLE_BASE_URL"))
@@ -85,17 +96,38 @@ def _endpoint(scheme: str) -> str:
 
 def hub_api() -> Any:
     """The client of the hub: token, endpoint and offline mode are as huggingface_hub has them."""
+    hub_session()  # which the client uses
     return need("huggingface_hub").HfApi(endpoint=hub_endpoint())
 
 
 def hub_endpoint() -> str | None:
     """The hub's address, if the environment says another one; the library reads it once only."""
-    return os.environ.get("HF_ENDPOINT") or None
+    return os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
+
+
+def hub_origin() -> str:
+    """The hub that is asked."""
+    return hub_endpoint() or str(need("huggingface_hub").constants.ENDPOINT)
 
 
 def hub_session() -> Any:
-    """The HTTP client that huggingface_hub shares, with what its user configured."""
-    return need("huggingface_hub").get_session()
+    """The HTTP client that huggingface_hub shares, with what its user configured.
+
+    It follows redirects as `redirects` permits, and what it logs holds no secrets of addresses.
+    """
+    hub = need("huggingface_hub")
+    logger = logging.getLogger("huggingface_hub")
+    for handler in logger.handlers:
+        if not any(isinstance(known, _Discreet) for known in handler.filters):
+            handler.addFilter(_Discreet())
+    return guarded(hub.get_session(), hub_origin())
+
+
+class _Discreet(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Let the record pass without what its addresses hold of passwords and signatures."""
+        record.msg, record.args = discreet(record.getMessage()), ()
+        return True
 
 
 def web_client() -> Any:
@@ -108,9 +140,12 @@ def web_client() -> Any:
 def _web_client() -> Any:
     http = http_library()
     limits = http.Limits(max_connections=4 * IN_FLIGHT, max_keepalive_connections=IN_FLIGHT)
-    return http.Client(follow_redirects=True, limits=limits)
+    no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=[]))
+    return http.Client(follow_redirects=False, limits=limits, cookies=no_cookies)
 
 
 def http_library() -> Any:
     """The HTTP library that huggingface_hub uses, whichever its version takes."""
-    return need(type(hub_session()).__module__.partition(".")[0])
+    library = type(hub_session()).__module__.partition(".")[0]
+    logging.getLogger(library).setLevel(logging.WARNING)  # else it tells every URL, signed ones too
+    return need(library)

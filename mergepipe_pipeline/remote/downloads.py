@@ -11,10 +11,15 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from mergepipe_pipeline.errors import RemoteError
+from mergepipe_pipeline.digest import new_hash
+from mergepipe_pipeline.errors import CorruptionError, RemoteError
 from mergepipe_pipeline.remote.fetch import Abandoned
 from mergepipe_pipeline.remote.pieces import Pieces, Run
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
 
 #: Bytes of the longest request.
 REQUEST_NBYTES = 4 << 20
@@ -25,11 +30,21 @@ _TIMES = 3
 Fetch = Callable[[int, int], bytearray]
 
 
+@dataclass(frozen=True, slots=True)
+class Stated:
+    """What a server states of a whole file: its digest and length, and the hash that gives it."""
+
+    digest: str
+    nbytes: int
+    new_hash: Callable[[], _Hash]
+
+
 @dataclass(eq=False, slots=True)
 class Piece:
     """Bytes [start, stop) of a file; `stored` is the piece on disk that has them.
 
     `done` None: nobody has begun to fetch it. Who fetches it ahead is told when it is read first.
+    `came`: it was there at some time, whether or not it still is.
     """
 
     start_byte: int
@@ -37,6 +52,7 @@ class Piece:
     stored: Run
     done: Future[None] | None = None
     on_read: Callable[[], None] | None = None
+    came: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -45,9 +61,23 @@ class Piece:
 
 
 class DownloadedFile:
-    """Bytes of one remote file, from the pieces on disk or from its server. Safe for threads."""
+    """Bytes of one remote file, from the pieces on disk or from its server. Safe for threads.
 
-    def __init__(self, where: str, key: str, fetch: Fetch, pieces: Pieces, pool: Executor) -> None:
+    Of a file of which its server states the digest, nobody gets the last bytes before the whole is
+    compared with it: it is hashed from the start as it comes.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        key: str,
+        fetch: Fetch,
+        pieces: Pieces,
+        pool: Executor,
+        stated: Stated | None = None,
+        on_lie: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_lie` is called when the file is not what its server states."""
         self._where, self._key, self._fetch = where, key, fetch
         self._pieces, self._pool = pieces, pool
         self._lock = threading.Lock()
@@ -56,8 +86,15 @@ class DownloadedFile:
         for run in pieces.runs(key):
             if run.stop_byte > at:
                 start = max(at, run.start_byte)
-                self._known.append(Piece(start, run.stop_byte, run, _there()))
+                self._known.append(Piece(start, run.stop_byte, run, _there(), came=True))
                 at = run.stop_byte
+        self._stated, self._comparing = stated, threading.Lock()
+        self._on_lie, self._had = on_lie, bool(self._known)
+        self._hash: _Hash | None = None
+        self._hashed_nbytes = 0
+        self._came_nbytes = sum(p.nbytes for p in self._known)
+        if stated and not pieces.is_proved(key):
+            self._hash = stated.new_hash()
 
     def expect(self, start_byte: int, stop_byte: int) -> list[Piece]:
         """What nobody has begun to fetch of a range, each piece one request to come."""
@@ -91,7 +128,8 @@ class DownloadedFile:
     def read_into(self, start_byte: int, out: memoryview) -> None:
         """Fill `out` from `start_byte` on.
 
-        Raises RemoteError, CheckpointChangedError, StorageFullError.
+        Raises RemoteError, CheckpointChangedError, StorageFullError, and CorruptionError if the
+        file, now whole, is not what its server states; then nothing of it is kept.
         """
         stop = start_byte + len(out)
         pieces = self._covering(start_byte, stop)
@@ -100,6 +138,8 @@ class DownloadedFile:
         for piece in pieces:
             a, b = max(start_byte, piece.start_byte), min(stop, piece.stop_byte)
             self._read(piece, a, out[a - start_byte : b - start_byte])
+            if self._hash is not None:
+                self._compare()
             on_read, piece.on_read = piece.on_read, None
             if on_read:
                 on_read()
@@ -123,6 +163,67 @@ class DownloadedFile:
             found=f"{_TIMES} pieces that were not as written",
             next_step="give the downloads another folder: MERGEPIPE_DOWNLOADS",
         )
+
+    def _compare(self) -> None:
+        """Hash on; compare the file with what its server states, once all of it came."""
+        stated = self._stated
+        assert stated is not None
+        if not self._comparing.acquire(blocking=self._came_nbytes >= stated.nbytes):
+            return  # another reader is at it
+        try:
+            while self._hash is not None and self._hashed_nbytes < stated.nbytes:
+                data = self._next_to_hash()
+                if data is None:
+                    return
+                self._hash.update(data)
+                self._hashed_nbytes += len(data)
+            if self._hash is not None:
+                self._judge(stated, self._hash.hexdigest())
+        finally:
+            self._comparing.release()
+
+    def _next_to_hash(self) -> bytearray | None:
+        """What came behind the bytes that are hashed; None if it did not, or is gone again."""
+        start_byte = self._hashed_nbytes
+        with self._lock:
+            number = bisect_left(self._known, start_byte + 1, key=lambda p: p.stop_byte)
+            piece = self._known[number] if number < len(self._known) else None
+        if piece is None or not piece.came or piece.start_byte > start_byte:
+            return None
+        data = bytearray(piece.stop_byte - start_byte)
+        is_read = self._pieces.read(self._key, piece.stored, start_byte, memoryview(data))
+        return data if is_read else None
+
+    def _judge(self, stated: Stated, found: str) -> None:
+        """Believe a whole file, or let all of it go. Raises CorruptionError."""
+        self._hash = None
+        if found == stated.digest:
+            self._pieces.prove(self._key)
+            return
+        self._hash = stated.new_hash()
+        self.drop_unproved()
+        self._on_lie()
+        kind = "sha256" if len(found) == len(new_hash().hexdigest()) else "git blob"
+        raise CorruptionError(
+            "A server sends another file than it states",
+            where=self._where,
+            expected=f"{kind} {stated.digest}",
+            found=f"{kind} {found}",
+            next_step="run the same command again: a part was kept of what the server sent before, "
+            "and is not any more"
+            if self._had
+            else "read the model from another server (HF_ENDPOINT, if it is set, names a mirror); "
+            "nothing of the file is kept",
+        )
+
+    def drop_unproved(self) -> None:
+        """Let all go that came and was not compared with what its server states."""
+        with self._lock:
+            if self._stated is None or self._hash is None:
+                return
+            self._pieces.drop(self._key)
+            self._known.clear()
+            self._hash, self._hashed_nbytes, self._came_nbytes = self._stated.new_hash(), 0, 0
 
     def _forget(self, piece: Piece) -> None:
         """Let who reads a piece next fetch it: it failed, is damaged, or somebody collected it."""
@@ -148,6 +249,10 @@ class DownloadedFile:
     def _get(self, piece: Piece) -> None:
         data = self._fetch(piece.start_byte, piece.stop_byte)
         self._pieces.put(self._key, piece.start_byte, data)
+        with self._lock:
+            if not piece.came:
+                piece.came = True
+                self._came_nbytes += piece.nbytes
 
     def _covering(self, start_byte: int, stop_byte: int) -> list[Piece]:
         """The pieces that a range lies in, made where there are none."""

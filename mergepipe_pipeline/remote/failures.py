@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from json import JSONDecodeError
 
 from mergepipe_pipeline.errors import MergePipeError, RemoteError
+from mergepipe_pipeline.remote.listing import RequestError
+from mergepipe_pipeline.secrets import discreet
 
 _CODE = re.compile(r"<Code>(?P<code>[^<]*)</Code>(?:\s*<Message>(?P<message>[^<]*)</Message>)?")
 _STATUS = re.compile(r"status code: (?P<status>\d{3}[^:<\n]*)")
@@ -35,6 +37,14 @@ def failures_named(where: str) -> Iterator[None]:
         yield
     except MergePipeError:
         raise
+    except RequestError as error:  # of what watches the hub's client
+        found = f"{error.reason} ({error.status})"
+        raise RemoteError(
+            "A server cannot be reached, or fails",
+            where=where,
+            found=found,
+            next_step=_NEXT["failed"],
+        ) from error
     except JSONDecodeError as error:
         raise no_hub(where, error) from error
     except Exception as error:
@@ -46,6 +56,7 @@ def failures_named(where: str) -> Iterator[None]:
 
 def said(error: BaseException) -> str:
     """What a server or a client says, in a line."""
+    first_line(error)  # takes secrets out of it
     text, reason = str(error), getattr(error, "server_message", None)  # of the hub's client
     if reason:
         line = first_line(error)
@@ -68,7 +79,11 @@ def no_hub(where: str, error: Exception) -> RemoteError:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what a client says: further ones repeat it for its developers."""
+    """The first line of what a client says: further ones repeat it for its developers.
+
+    What it says loses the secrets of addresses, also for those to whom the error itself is told.
+    """
+    error.args = tuple(discreet(a) if isinstance(a, str) else a for a in error.args)
     lines = (line.strip() for line in str(error).splitlines() if line.strip())
     return next(lines, type(error).__name__)[:_LONGEST]
 

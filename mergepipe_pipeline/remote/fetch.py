@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from mergepipe_pipeline.errors import RemoteError
 from mergepipe_pipeline.remote.listing import Listing, RemoteFile, RequestError, Site
+from mergepipe_pipeline.remote.speed import LEAST_NBYTES, Speed
 from mergepipe_pipeline.remote.traffic import METER, Traffic
 
 T = TypeVar("T")
@@ -69,10 +70,12 @@ def fetch(
     """
     buffer = bytearray(stop_byte - start_byte)
     done = tries = 0
+    speed = Speed()
     while done < len(buffer):
         if not WANTED.is_any:
             raise Abandoned
         reached = done
+        speed.begin()
         try:
             METER.count(listing.root, Traffic(requests=1))
             with site.body(file, start_byte + done, stop_byte) as chunks:
@@ -82,12 +85,13 @@ def fetch(
                         raise RequestError("more bytes than were asked for", "206")
                     buffer[done : done + len(chunk)] = chunk
                     done += len(chunk)
+                    speed.refuse_none(len(chunk))
                     if not WANTED.is_any:
                         raise Abandoned
             if done < len(buffer):
                 raise RequestError("the answer ended early", "cut")
         except RequestError as failed:
-            tries = 1 if done > reached else tries + 1
+            tries = 1 if done - reached >= LEAST_NBYTES else tries + 1
             left = f"bytes {start_byte + done} to {stop_byte}"
             where = f"{listing.root}, {file.path}, {left}"
             _wait_or_give_up(failed, tries, "A server did not give a part of a file", where)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+from mergepipe_pipeline.digest import new_hash
 from mergepipe_pipeline.errors import CorruptionError, RemoteError
 from mergepipe_pipeline.remote.address import BUCKETS, HUB, Address
 from mergepipe_pipeline.remote.bucket import Bucket
-from mergepipe_pipeline.remote.clients import hub_api
 from mergepipe_pipeline.remote.failures import failures_named
-from mergepipe_pipeline.storage.atomic import remove_tree
-from mergepipe_pipeline.storage.hashing import file_sha256
+from mergepipe_pipeline.remote.sites import PINS
+from mergepipe_pipeline.remote.source import RemoteSource
+from mergepipe_pipeline.storage.side_files import pieces
+from mergepipe_pipeline.storage.source import FileRange
 
 
 class Folder(Protocol):
@@ -23,12 +24,17 @@ class Folder(Protocol):
         """The paths of all files below a folder, sorted."""
         ...
 
-    def read(self, name: str) -> bytes | None:
-        """The content of a small file; None without one."""
+    def read(self, name: str, most_nbytes: int) -> bytes | None:
+        """The content of a small file; None without one. Raises CorruptionError for more bytes."""
         ...
 
-    def download(self, name: str, path: Path, sha256: str, advance: Callable[[int], None]) -> bool:
-        """Write a file to `path`; False if it is not there. Raises CorruptionError (digest)."""
+    def download(
+        self, name: str, path: Path, sha256: str, nbytes: int, advance: Callable[[int], None]
+    ) -> bool:
+        """Write a file to `path`; False if it is not there.
+
+        Raises CorruptionError for one of another size or digest.
+        """
         ...
 
 
@@ -54,59 +60,59 @@ class _BucketFolder:
     def names(self, below: str) -> list[str]:
         return sorted(e.key for e in self._bucket.entries(below))
 
-    def read(self, name: str) -> bytes | None:
-        return self._bucket.read(name)
+    def read(self, name: str, most_nbytes: int) -> bytes | None:
+        return self._bucket.read(name, most_nbytes)
 
-    def download(self, name: str, path: Path, sha256: str, advance: Callable[[int], None]) -> bool:
-        return self._bucket.download(name, path, sha256, advance)
+    def download(
+        self, name: str, path: Path, sha256: str, nbytes: int, advance: Callable[[int], None]
+    ) -> bool:
+        return self._bucket.download(name, path, sha256, advance, nbytes=nbytes)
 
 
 class _HubFolder:
-    """The files of a repository at the commit that its revision was when they were listed."""
+    """The files of a repository at the commit that its revision was when they were listed.
+
+    They come as those of models do, compared with what the hub states of them.
+    """
 
     def __init__(self, address: Address) -> None:
-        self._address = address
         with failures_named(address.text):
-            self._api = hub_api()
-            self._commit = self._api.repo_info(address.place, revision=address.revision).sha
-
-    @cached_property
-    def _tree(self) -> list[str]:
-        with failures_named(self._address.text):
-            entries: Any = self._api.list_repo_tree(
-                self._address.place, recursive=True, revision=self._commit
-            )
-            return sorted(f.path for f in entries)
+            self._source = RemoteSource(PINS.renewed(address).listing.root)
+        self._where, self._names = address.text, self._source.paths
 
     def names(self, below: str) -> list[str]:
-        return [name for name in self._tree if name.startswith(f"{below}/")]
+        return sorted(name for name in self._names if name.startswith(f"{below}/"))
 
-    def read(self, name: str) -> bytes | None:
-        return self._got(name, None).read_bytes() if name in self._tree else None
+    def read(self, name: str, most_nbytes: int) -> bytes | None:
+        if name not in self._names:
+            return None
+        nbytes = self._source.size(name)
+        if nbytes > most_nbytes:
+            raise self._other(name, f"at most {most_nbytes} bytes", f"{nbytes} bytes")
+        return self._source.read_range(name, 0, nbytes)
 
-    def download(self, name: str, path: Path, sha256: str, advance: Callable[[int], None]) -> bool:
-        if name not in self._tree:
+    def download(
+        self, name: str, path: Path, sha256: str, nbytes: int, advance: Callable[[int], None]
+    ) -> bool:
+        if name not in self._names:
             return False
-        parts = path.parent / f"{path.name}.parts"
-        got = self._got(name, parts)
-        if (found := file_sha256(got)) != sha256:
-            raise CorruptionError(
-                "A file of the hub is not what was put there",
-                where=f"{self._address.text}, {name}",
-                expected=f"sha256 {sha256[:16]}",
-                found=f"sha256 {found[:16]}",
-                next_step="push it again",
-            )
-        got.replace(path)
-        remove_tree(parts)  # the client keeps notes there
-        advance(path.stat().st_size)
+        if (size := self._source.size(name)) != nbytes:
+            raise self._other(name, f"{nbytes} bytes", f"{size} bytes")
+        running = new_hash()
+        self._source.expect([FileRange(name, 0, nbytes)])
+        with path.open("wb") as file:
+            for piece in pieces(self._source, name, nbytes, running.update):
+                file.write(piece)
+                advance(len(piece))
+        if (found := running.hexdigest()) != sha256:
+            raise self._other(name, f"sha256 {sha256[:16]}", f"sha256 {found[:16]}")
         return True
 
-    def _got(self, name: str, into: Path | None) -> Path:
-        """A file that the hub's client downloads into a folder, or into its cache."""
-        with failures_named(f"{self._address.text}, {name}"):
-            return Path(
-                self._api.hf_hub_download(
-                    self._address.place, name, revision=self._commit, local_dir=into
-                )
-            )
+    def _other(self, name: str, expected: str, found: str) -> CorruptionError:
+        return CorruptionError(
+            "A file of the hub is not what was put there",
+            where=f"{self._where}, {name}",
+            expected=expected,
+            found=found,
+            next_step="push it again",
+        )

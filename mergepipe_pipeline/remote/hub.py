@@ -20,15 +20,25 @@ from mergepipe_pipeline.remote.clients import (
     http_library,
     hub_api,
     hub_endpoint,
+    hub_origin,
     hub_session,
     need,
 )
 from mergepipe_pipeline.remote.failures import first_line, no_hub
 from mergepipe_pipeline.remote.fetch import tried
-from mergepipe_pipeline.remote.listing import Listing, RemoteFile, RequestError, changed
+from mergepipe_pipeline.remote.listing import (
+    Listing,
+    RemoteFile,
+    RequestError,
+    changed,
+    is_digest,
+)
+from mergepipe_pipeline.remote.redirects import permitted
 from mergepipe_pipeline.remote.traffic import METER, Traffic
 from mergepipe_pipeline.remote.web import TEMPORARY, asked_s, ranged
 
+#: No file is longer, as the offsets of files are signed numbers of 64 bits.
+_MOST_NBYTES = 1 << 63
 #: What a signed link says when its time is over.
 _EXPIRED = ("400", "401", "403", "410")
 
@@ -58,12 +68,12 @@ class HubSite:
         for s in info.siblings or ():
             digest = s.lfs.sha256 if s.lfs else s.blob_id
             size = s.lfs.size if s.lfs else s.size
-            if digest is None or size is None or size < 0:
+            if not is_digest(digest) or type(size) is not int or not 0 <= size < _MOST_NBYTES:
                 raise _no_size(where, s.rfilename)
             files[s.rfilename] = RemoteFile(s.rfilename, size, digest, content=digest)
         root = Address(self._address.scheme, self._address.place, info.sha).text
         METER.count(root, Traffic(requests=1))
-        return Listing(self._address, root, files)
+        return Listing(self._address, root, files, hub_origin())
 
     @contextmanager
     def body(self, file: RemoteFile, start_byte: int, stop_byte: int) -> Iterator[Iterator[bytes]]:
@@ -73,7 +83,14 @@ class HubSite:
         try:
             plain = RemoteFile(file.path, file.nbytes, self._tags.get(file.path, ""))
             with ranged(
-                hub_session(), link.url, link.headers, where, plain, start_byte, stop_byte
+                hub_session(),
+                link.url,
+                link.headers,
+                where,
+                plain,
+                start_byte,
+                stop_byte,
+                given=self._url(file.path),
             ) as (headers, chunks):
                 self._refuse_other_tag(file, headers.get("etag") or "")
                 yield chunks
@@ -147,12 +164,15 @@ class HubSite:
             raise _refused(self._address.text, error) from error
         except (errors.HfHubHTTPError, http.HTTPError) as error:
             raise _failed(error, self._address.text) from error
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise no_hub(self._address.text, error) from error
         if metadata.commit_hash not in (None, self._address.revision):
             raise changed(self._address.text, file, f"the commit {metadata.commit_hash}")
         if metadata.etag not in (None, file.tag):
             raise changed(self._address.text, file, f"the digest {metadata.etag}")
-        headers = hub.utils.build_hf_headers() if gets_token(metadata.location, url) else {}
-        return _Link(metadata.location, headers)
+        location = permitted(url, url, metadata.location)
+        headers = hub.utils.build_hf_headers() if gets_token(location, url) else {}
+        return _Link(location, headers)
 
     def _url(self, path: str) -> str:
         url: str = need("huggingface_hub").hf_hub_url(

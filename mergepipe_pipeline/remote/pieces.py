@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from mergepipe_pipeline.digest import CHECKSUM_NBYTES, segment_checksums
 from mergepipe_pipeline.errors import MergePipeError, StorageFullError
-from mergepipe_pipeline.storage.atomic import READ_ONLY, remove_unnamed, write_fleeting
+from mergepipe_pipeline.storage.atomic import READ_ONLY, remove_tree, remove_unnamed, write_fleeting
 
 FOLDER, LIMIT = "MERGEPIPE_DOWNLOADS", "MERGEPIPE_CACHE_LIMIT"
 DEFAULT_LIMIT = "20GB"
@@ -29,6 +29,7 @@ _CHUNK_NBYTES = 64 << 10
 #: What the system says where files cannot be made for good.
 _NO_FOLDER = READ_ONLY | {errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG}
 _NAME = re.compile(r"([0-9a-f]{12})-([0-9a-f]{12})")
+_PROOF = "proved"
 
 
 class Run(NamedTuple):
@@ -84,9 +85,11 @@ class Pieces:
         """
         run = Run(start_byte, start_byte + len(data))
         sums = segment_checksums(memoryview(data), _CHUNK_NBYTES)
-        path = self._path(key, run)
+        path, proof = self._path(key, run), self._proof(key)
         with refusals_named():
+            proof.unlink(missing_ok=True)
             write_fleeting(path, (data, sums))
+            proof.unlink(missing_ok=True)  # another process may have proved what was here before
         self._used.add(path)
         with self._lock:
             if self._nbytes is None:
@@ -95,6 +98,19 @@ class Pieces:
                 self._nbytes += len(data) + len(sums)
             if self._nbytes > self._limit:
                 self._nbytes = self._collect()
+
+    def is_proved(self, key: str) -> bool:
+        """Whether all pieces that are there are of the digest that the server states."""
+        return self._proof(key).exists()
+
+    def prove(self, key: str) -> None:
+        """Remember that a whole file is of its digest, until another piece of it comes."""
+        with suppress(OSError):  # then it is compared again
+            self._proof(key).touch()
+
+    def drop(self, key: str) -> None:
+        """Remove all pieces of a file."""
+        remove_tree(self._proof(key).parent)
 
     def _collect(self) -> int:
         """Remove the least recently used until a tenth of the limit is free; bytes that are left.
@@ -120,6 +136,9 @@ class Pieces:
                     path = os.path.join(folder, name)
                     stat = os.stat(path)
                     yield stat.st_mtime_ns, path, stat.st_size
+
+    def _proof(self, key: str) -> Path:
+        return self._folder / key[:2] / key / _PROOF
 
     def _path(self, key: str, run: Run) -> Path:
         return self._folder / key[:2] / key / f"{run.start_byte:012x}-{run.stop_byte:012x}"

@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 
 from mergepipe_pipeline.remote.address import BUCKETS, HUB, Address, parse_address
 from mergepipe_pipeline.remote.clients import IN_FLIGHT
-from mergepipe_pipeline.remote.downloads import DownloadedFile
+from mergepipe_pipeline.remote.downloads import DownloadedFile, Stated
 from mergepipe_pipeline.remote.fetch import fetch
 from mergepipe_pipeline.remote.listing import Listing, Site
 from mergepipe_pipeline.remote.pieces import downloads
@@ -38,8 +38,18 @@ class Pinned:
             if path not in self._files:
                 get = partial(fetch, self.site, self.listing, file)
                 where, key = f"{self.listing.root}, {path}", self.listing.key(file)
-                self._files[path] = DownloadedFile(where, key, get, downloads(), requests())
+                stated = Stated(file.content, file.nbytes, file.new_hash) if file.content else None
+                self._files[path] = DownloadedFile(
+                    where, key, get, downloads(), requests(), stated, PINS.drop_unproved
+                )
             return self._files[path]
+
+    def drop_unproved(self) -> None:
+        """Let all go that was not compared yet with what the server states."""
+        with self._lock:
+            files = list(self._files.values())
+        for file in files:
+            file.drop_unproved()
 
 
 def site_of(address: Address) -> Site:
@@ -78,6 +88,16 @@ class Pins:
         with self._lock:
             self._known[listing.root] = pinned
         return pinned
+
+    def drop_unproved(self) -> None:
+        """Believe nothing that servers which state digests sent, and that was not compared yet.
+
+        One of them lies, or somebody on the way.
+        """
+        with self._lock:
+            known = list(self._known.values())
+        for pinned in known:
+            pinned.drop_unproved()
 
     def forget(self, root: str) -> None:
         """Let the next one who asks look again."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from functools import partial
 from typing import Self
 
@@ -43,6 +43,11 @@ class RemoteSource:
         WANTED.open()
         self._is_open = True
 
+    @property
+    def paths(self) -> Set[str]:
+        """All files, in whatever folder."""
+        return self._listing.files.keys()
+
     def list(self, folder: str = "") -> list[str]:
         """Names of what there is at the top, or in a folder there, sorted."""
         above = f"{folder}/" if folder else ""
@@ -55,7 +60,7 @@ class RemoteSource:
 
     def mtime_ns(self, path: str) -> int:
         """A number that changes with the file's tag. Raises CheckpointError if it is not there."""
-        return self._listing.file(path).stamp_ns
+        return self._listing.stamp_ns(self._listing.file(path))
 
     def read_range(self, path: str, start_byte: int, nbytes: int) -> bytes:
         """Exactly `nbytes` bytes from `start_byte`; raises as `read_into`."""

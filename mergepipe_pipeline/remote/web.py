@@ -18,12 +18,20 @@ from mergepipe_pipeline.remote.address import Address
 from mergepipe_pipeline.remote.clients import IN_FLIGHT, TIMEOUT_S, http_library, web_client
 from mergepipe_pipeline.remote.failures import first_line
 from mergepipe_pipeline.remote.fetch import WANTED, fetch, tried
-from mergepipe_pipeline.remote.listing import Listing, RemoteFile, RequestError, changed
+from mergepipe_pipeline.remote.listing import (
+    Listing,
+    RemoteFile,
+    RequestError,
+    changed,
+    listed_tag,
+    tag_of,
+)
+from mergepipe_pipeline.remote.redirects import answer_of
 from mergepipe_pipeline.remote.traffic import METER, Traffic
 from mergepipe_pipeline.storage.adapter_config import CONFIG as ADAPTER_CONFIG
 from mergepipe_pipeline.storage.open_checkpoint import ADAPTER_WEIGHTS, INDEX
 from mergepipe_pipeline.storage.side_files import MAX_JSON_NBYTES, SIDE_NAMES
-from mergepipe_pipeline.text import listed
+from mergepipe_pipeline.text import listed, whole_number
 
 _LOG = logging.getLogger("mergepipe")
 _SINGLE = "model.safetensors"
@@ -37,9 +45,10 @@ _NAMES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
+_RANGE = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19}|\*)")
+_MOST_NBYTES = 1 << 63
 #: What the hub says beside status 429: nothing is left of an allowance, which begins anew in `t`.
-_RATE_LIMIT = re.compile(r"\br=0\s*;\s*t=(\d{1,6})\b")
+_RATE_LIMIT = re.compile(r"\br=0\s*;\s*t=([0-9]{1,6})\b")
 #: Names that a warning tells.
 _MOST_NAMED = 3
 #: Codings of a body under which its bytes are not those of the file.
@@ -75,8 +84,7 @@ class WebSite:
         plain = sorted(f.path for f in files.values() if not f.tag.endswith('"'))
         if plain:
             _LOG.warning(
-                "%s gives no ETag of %s: a change is seen by size and time alone, so one within "
-                "a second is not",
+                "%s gives no strong ETag of %s: a change is seen by size and time alone",
                 self._address.text,
                 listed(plain, _MOST_NAMED),
             )
@@ -86,7 +94,14 @@ class WebSite:
     def body(self, file: RemoteFile, start_byte: int, stop_byte: int) -> Iterator[Iterator[bytes]]:
         """The bytes [start, stop) by one request."""
         with ranged(
-            web_client(), self._url(file.path), {}, self._address.text, file, start_byte, stop_byte
+            web_client(),
+            self._url(file.path),
+            {},
+            self._address.text,
+            file,
+            start_byte,
+            stop_byte,
+            within_origin=not _is_weights(file.path),
         ) as (headers, chunks):
             _refuse_other_tag(self._address.text, file, headers)
             yield chunks
@@ -122,9 +137,15 @@ class WebSite:
         METER.count(self._address.text, Traffic(requests=1))
         http = http_library()
         try:
-            answer = web_client().head(
-                self._url(name), headers={"Accept-Encoding": "identity"}, timeout=TIMEOUT_S
-            )
+            with answer_of(
+                web_client(),
+                "HEAD",
+                self._url(name),
+                {"Accept-Encoding": "identity"},
+                TIMEOUT_S,
+                within_origin=not _is_weights(name),
+            ) as answer:
+                pass
         except (http.HTTPError, http.InvalidURL) as error:
             raise RequestError(first_line(error), type(error).__name__) from error
         if answer.status_code in (403, 404, 410):
@@ -139,7 +160,8 @@ class WebSite:
         if answer.status_code == 200 and _is_page(answer.headers):
             self._pages.add(name)
             return None
-        if answer.status_code != 200 or "content-length" not in answer.headers:
+        nbytes = whole_number(answer.headers.get("content-length", ""), _MOST_NBYTES)
+        if answer.status_code != 200 or nbytes is None:
             raise RemoteError(
                 "A server does not tell of a file what reading it needs",
                 where=self._url(name),
@@ -148,19 +170,7 @@ class WebSite:
                 + ("" if answer.status_code != 200 else " without Content-Length"),
                 next_step="download the checkpoint and give its folder",
             )
-        return RemoteFile(name, int(answer.headers["content-length"]), self._tag(name, answer))
-
-    def _tag(self, name: str, answer: Any) -> str:
-        tag = answer.headers.get("etag") or answer.headers.get("last-modified")
-        if not tag:
-            raise RemoteError(
-                "A server tells nothing by which a change of a file could be seen",
-                where=self._url(name),
-                expected="ETag or Last-Modified",
-                found="neither",
-                next_step="download the checkpoint and give its folder",
-            )
-        return str(tag)
+        return RemoteFile(name, nbytes, listed_tag(*_told(answer.headers), self._url(name)))
 
     def _shards(self, index: RemoteFile) -> list[str]:
         """The files that an index names; it is judged where it is opened."""
@@ -178,6 +188,14 @@ class WebSite:
         return sorted(n for n in names if ".." not in n.split("/") and not n.startswith("/"))
 
 
+def _is_weights(name: str) -> bool:
+    """Whether a file may come from another place: what is no weights there is not read as such.
+
+    Any text would be a tokenizer or a template, and end in the model that is made.
+    """
+    return name.endswith(".safetensors")
+
+
 def _is_page(headers: Mapping[str, str]) -> bool:
     """Whether an answer is for people, as sites give it in place of what they do not have."""
     return headers.get("content-type", "").lower().startswith("text/html")
@@ -192,8 +210,11 @@ def ranged(
     file: RemoteFile,
     start_byte: int,
     stop_byte: int,
+    *,
+    given: str | None = None,
+    within_origin: bool = False,
 ) -> Iterator[tuple[Mapping[str, str], Iterator[bytes]]]:
-    """Headers and body of one ranged request.
+    """Headers and body of one ranged request, at the end of redirects as `answer_of` has them.
 
     A server that answers with the whole file is refused, unless the whole was asked for. Raises as
     `Site.body`.
@@ -206,7 +227,9 @@ def ranged(
         **({"If-Match": file.tag} if file.tag.startswith('"') else {}),
     }
     try:
-        with client.stream("GET", url, headers=asked, timeout=TIMEOUT_S) as answer:
+        with answer_of(
+            client, "GET", url, asked, TIMEOUT_S, given=given, within_origin=within_origin
+        ) as answer:
             _refuse_status(root, file, answer, start_byte, stop_byte)
             yield answer.headers, answer.iter_raw()
     except http.HTTPError as error:
@@ -260,20 +283,31 @@ def _refuse_status(
 
 def _refuse_other_tag(root: str, file: RemoteFile, headers: Mapping[str, str]) -> None:
     """Raise CheckpointChangedError if an answer is of another state of the file."""
-    tag = headers.get("etag") or headers.get("last-modified")
+    tag = tag_of(*_told(headers))
     if tag != file.tag:
         raise changed(root, file, f"the tag {tag}")
 
 
+def _told(headers: Mapping[str, str]) -> tuple[str | None, datetime | None]:
+    return headers.get("etag"), _time(headers.get("last-modified") or "")
+
+
+def _time(text: str) -> datetime | None:
+    """A date as HTTP has it; None for any other text."""
+    try:
+        found = parsedate_to_datetime(text)
+    except (ValueError, TypeError, IndexError, OverflowError):
+        return None
+    return found if found.tzinfo else found.replace(tzinfo=UTC)
+
+
 def asked_s(headers: Mapping[str, str]) -> float | None:
     """Seconds that a server asks to wait: `Retry-After`, a number or a date, or `RateLimit`."""
-    text = headers.get("retry-after")
+    text = headers.get("retry-after", "").strip()
     if not text:
         left = _RATE_LIMIT.search(headers.get("ratelimit", ""))
         return float(left[1]) if left else None
-    if text.strip().isdigit():
-        return float(text)
-    try:
-        return max(0.0, (parsedate_to_datetime(text) - datetime.now(UTC)).total_seconds())
-    except (ValueError, TypeError):
-        return None
+    if text.isascii() and text.isdigit():
+        return float(text[:10])  # more is never waited for
+    date = _time(text)
+    return None if date is None else max(0.0, (date - datetime.now(UTC)).total_seconds())

@@ -17,9 +17,8 @@ from mergepipe_pipeline.digest import unseal
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.execution.plan_store import stored_plans
 from mergepipe_pipeline.snapshots.find import list_snapshots
-from mergepipe_pipeline.snapshots.stage import PROVENANCE
 from mergepipe_pipeline.spec.selector import Selected, by_expert
-from mergepipe_pipeline.spec.snapshot import Snapshot
+from mergepipe_pipeline.spec.snapshot import PROVENANCE, Snapshot
 from mergepipe_pipeline.warehouse import Warehouse
 
 _LOG = logging.getLogger("mergepipe")

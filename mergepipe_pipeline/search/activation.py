@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mergepipe_pipeline.evaluation.perplexity import LOCAL
+
 _MOST_TOKENS, _MOST_PROMPTS = 256, 64
 
 
@@ -45,8 +47,8 @@ def _states(folder: str, texts: list[str]) -> Any:
         sys.exit("activations need transformers: pip install 'mergepipe-pipeline[demo]'")
     import torch
 
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **LOCAL)
     rows = []
     with torch.inference_mode():
         for text in texts:

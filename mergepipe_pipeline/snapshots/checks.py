@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +11,15 @@ from mergepipe_pipeline.digest import new_hash, sha256_hex, unseal
 from mergepipe_pipeline.errors import CheckpointError, CorruptionError
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.snapshots.find import files_below, read_manifest
-from mergepipe_pipeline.snapshots.model_folder import CARD, RECIPE_FILE, has_own_card
-from mergepipe_pipeline.snapshots.stage import PROVENANCE
-from mergepipe_pipeline.spec.snapshot import MANIFEST, ShardEntry, Snapshot
+from mergepipe_pipeline.snapshots.model_folder import RECIPE_FILE, has_own_card
+from mergepipe_pipeline.spec.snapshot import MANIFEST, PROVENANCE, ShardEntry, Snapshot
 from mergepipe_pipeline.storage.header import LENGTH_NBYTES, header_nbytes, parse_header
+from mergepipe_pipeline.storage.side_files import CARD
 
 _CHUNK_NBYTES = 1 << 22
-_AGAIN = "run `mergepipe repair`, then merge its recipe again: the snapshot is made anew"
+_AGAIN = "merge its recipe again: the snapshot is made anew, and the damaged one is set aside"
+#: Seconds for which bytes that were read count as still the same.
+_TRUSTED_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,21 +31,41 @@ class Verification:
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """Shards, by their digests, of which every byte was right when it was read, after `at_ns`."""
+
+    digests: frozenset[str] = frozenset()
+    at_ns: int = 0
+
+    def trusts(self, path: Path, shard: ShardEntry) -> bool:
+        """Whether a shard's file was read not long ago and nothing was done to it since."""
+        stat = _present(path).stat()
+        return (
+            shard.sha256 in self.digests
+            and stat.st_size == shard.nbytes
+            and max(stat.st_mtime_ns, stat.st_ctime_ns) <= self.at_ns
+            and time.time_ns() - self.at_ns < _TRUSTED_S * 1e9
+        )
+
+
+_NOTHING = Checked()
+
+
 def verify_snapshot(
     folder: Path,
     progress: Callable[[int], None] | None = None,
     *,
-    only_touched: bool = False,
+    checked: Checked = _NOTHING,
     is_copy: bool = False,
 ) -> Verification:
     """Check manifest, provenance, side files and every shard.
 
     A copy (`is_copy`), as `--out` writes one, has a name of its own, and may have the recipe beside
     its files and measurements in its card.
-    With `only_touched`, shards of the right size that nobody wrote to after the manifest are taken
-    on trust: what time does to a disk is not found. Raises CorruptionError with the file and,
-    inside a shard, the first tensor whose bytes are wrong; also for files that are missing or that
-    the manifest does not know.
+    Shards that were `checked` a moment ago are not read again. Raises CorruptionError with the file
+    and, inside a shard, the first tensor whose bytes are wrong; also for files that are missing or
+    that the manifest does not know.
     """
     manifest = read_manifest(folder)
     if folder.name != manifest.snapshot_id and not is_copy:
@@ -73,7 +96,7 @@ def verify_snapshot(
         is_own = is_copy and side.file == CARD and has_own_card(record)
         nbytes += _check_side(folder / side.file, None if is_own else side.sha256)
     for shard in manifest.shards:
-        if not only_touched or _is_touched(folder, shard):
+        if not checked.trusts(folder / shard.file, shard):
             verify_shard(folder / shard.file, shard, progress)
         nbytes += shard.nbytes
     return Verification(manifest.snapshot_id, len(names - added.keys()), nbytes)
@@ -94,12 +117,6 @@ def _check_side(path: Path, sha256: str | None) -> int:
     if sha256 not in (None, digest := sha256_hex(data)):
         raise _wrong(path, str(sha256), digest)
     return len(data)
-
-
-def _is_touched(folder: Path, shard: ShardEntry) -> bool:
-    stat = _present(folder / shard.file).stat()
-    made_ns = (folder / MANIFEST).stat().st_mtime_ns
-    return stat.st_size != shard.nbytes or stat.st_mtime_ns > made_ns
 
 
 def verify_shard(

@@ -21,7 +21,7 @@ from mergepipe_pipeline.snapshots.leases import Living, Need
 from mergepipe_pipeline.snapshots.marks import Marks
 from mergepipe_pipeline.snapshots.objects import ObjectStore, layer_key_of, object_of
 from mergepipe_pipeline.spec.snapshot import Snapshot
-from mergepipe_pipeline.storage.atomic import publish_dir, remove_tree
+from mergepipe_pipeline.storage.atomic import remove_tree, rename
 from mergepipe_pipeline.storage.locks import is_held, probed
 
 _NOBODY = Living(Need(), frozenset(), None, (), (), judged_by_age=False)
@@ -131,7 +131,7 @@ def _retire(snapshot: Snapshot, staging: Path, roots: Roots) -> None:
     remove_tree(aside)
     if snapshot.snapshot_id in roots.outdated and roots.marks is not None:
         roots.marks.collect(snapshot.snapshot_id)
-    publish_dir(snapshot.path, aside)
+    rename(snapshot.path, aside)
     remove_tree(aside)
     if snapshot.snapshot_id not in roots.outdated and roots.marks is not None:
         roots.marks.forget(snapshot.snapshot_id)

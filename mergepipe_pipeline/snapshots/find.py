@@ -6,19 +6,12 @@ A damaged one is listed as damaged and hides no other.
 from __future__ import annotations
 
 import os
-import re
-from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from mergepipe_pipeline.digest import unseal
 from mergepipe_pipeline.errors import CorruptionError, NotFoundError
-from mergepipe_pipeline.snapshots.stage import PROVENANCE
-from mergepipe_pipeline.spec.snapshot import MANIFEST, Manifest, ShardEntry, SideFile, Snapshot
-
-_DIGEST = re.compile("[0-9a-f]{64}")
-_LONGEST_NAME_NBYTES = 255
+from mergepipe_pipeline.spec.snapshot import MANIFEST, Manifest, Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,44 +93,13 @@ def manifest_of(data: bytes, where: str) -> Manifest:
 
     Its files have names of their own in its folder; what names files elsewhere is a digest.
     """
-    value = unseal(data, where)
-    try:
-        manifest = Manifest.from_json(value)
-        if problem := next(_problems(manifest), None):
-            raise ValueError(problem)
-        return manifest
-    except (TypeError, KeyError, ValueError, AttributeError) as error:
-        raise CorruptionError(
-            "A manifest has another form than this version writes",
-            where=where,
-            found=str(error)[:200],
-            next_step="read it with the version that wrote it",
-        ) from error
+    # They load pydantic, which commands that only list refs start without.
+    from mergepipe_pipeline.snapshots.foreign import ManifestForm
+    from mergepipe_pipeline.storage.forms import read_form
 
-
-def _problems(manifest: Manifest) -> Iterator[str]:
-    files: list[ShardEntry | SideFile] = [*manifest.shards, *manifest.side_files]
-    shards = {s.file for s in manifest.shards}
-    for name, times in Counter(f.file for f in files).items():
-        # Side files may lie in a folder of the folder, as those of sentence-transformers.
-        parts = name.split("/", 1) if isinstance(name, str) and name not in shards else [name]
-        if not all(map(_is_plain, parts)):
-            yield f"the file {name!r}, which is no name in a folder"
-        elif times > 1 or name in (MANIFEST, PROVENANCE):
-            yield f"the file {name!r} twice"
-    digests = [f.sha256 for f in files] + [s.layer_key for s in manifest.shards]
-    for digest in digests + [d for s in manifest.shards for _, d in s.tensors]:
-        if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
-            yield f"{digest!r} instead of a digest"
-    for number in [f.nbytes for f in files] + [n for _, _, n in manifest.operators]:
-        if type(number) is not int or number < 0:
-            yield f"{number!r} instead of a number"
-    texts = [manifest.plan_id, manifest.method, *(s.layer for s in manifest.shards)]
-    texts += [t for s in manifest.shards for t, _ in s.tensors]
-    texts += [t for i in manifest.inputs for t in (i.role, i.name, i.content_sha256)]
-    for text in texts + [t for name, variant, _ in manifest.operators for t in (name, variant)]:
-        if not isinstance(text, str):
-            yield f"{text!r} instead of a text"
+    next_step = "read it with the version that wrote it"
+    _, value = read_form(ManifestForm, data, where, "A manifest", next_step)
+    return Manifest.from_json(value)
 
 
 def files_below(folder: Path, names: Collection[str]) -> set[str]:
@@ -150,17 +112,6 @@ def files_below(folder: Path, names: Collection[str]) -> set[str]:
         else:
             out.add(path.name)
     return out
-
-
-def _is_plain(name: object) -> bool:
-    """Whether a file of this name lies in its folder itself, and can be shown."""
-    return (
-        isinstance(name, str)
-        and name == Path(name).name
-        and name not in ("", "..")
-        and name.isprintable()
-        and len(name.encode()) <= _LONGEST_NAME_NBYTES
-    )
 
 
 def _ids(snapshots: Path) -> list[str]:

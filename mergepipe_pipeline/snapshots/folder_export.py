@@ -17,11 +17,10 @@ from typing import Any
 from mergepipe_pipeline.digest import seal, sha256_hex, unseal
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.snapshots.find import files_below
-from mergepipe_pipeline.snapshots.model_folder import CARD, MEASURED, RECIPE_FILE, exported_card
+from mergepipe_pipeline.snapshots.model_folder import MEASURED, RECIPE_FILE, exported_card
 from mergepipe_pipeline.snapshots.out_folder import check_folder, refuse_full, staging_name
 from mergepipe_pipeline.snapshots.repack import repack
-from mergepipe_pipeline.snapshots.stage import PROVENANCE
-from mergepipe_pipeline.spec.snapshot import MANIFEST, Snapshot
+from mergepipe_pipeline.spec.snapshot import MANIFEST, PROVENANCE, Snapshot
 from mergepipe_pipeline.storage.atomic import (
     copy_file,
     make_dirs,
@@ -33,6 +32,7 @@ from mergepipe_pipeline.storage.hashing import file_sha256
 from mergepipe_pipeline.storage.locks import locked_there, probed
 from mergepipe_pipeline.storage.open_checkpoint import INDEX
 from mergepipe_pipeline.storage.permissions import make_removable
+from mergepipe_pipeline.storage.side_files import CARD
 from mergepipe_pipeline.text import listed
 
 
@@ -120,8 +120,7 @@ def _copy(source: Path, target: Path, sha256: str) -> None:
             where=str(source),
             expected=f"sha256 {sha256[:16]}",
             found=f"sha256 {digest[:16]}",
-            next_step="run `mergepipe verify` on the snapshot to see where; remove its folder and "
-            "the object that the file links to, then merge again",
+            next_step="merge its recipe again: it is made anew, and the damaged one is set aside",
         )
 
 
@@ -196,7 +195,7 @@ def staging_beside(out: Path) -> Iterator[Path]:
 
     An export that lives holds a lock on its folder, which the system takes from one that is killed.
     """
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_dirs(out.parent)
     staged = out.parent / staging_name(out, uuid.uuid4().hex[:8])
     with ExitStack() as ours:
         with locked_there(out.parent):  # none is seen between its making and its locking

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mergepipe_pipeline.concurrency.workers import Workers
-from mergepipe_pipeline.digest import seal, sha256_hex, unseal
+from mergepipe_pipeline.digest import seal, sha256_hex
 from mergepipe_pipeline.errors import (
     BusyError,
     CommitConflictError,
@@ -27,10 +27,18 @@ from mergepipe_pipeline.errors import (
 from mergepipe_pipeline.remote.address import BUCKETS, parse_address
 from mergepipe_pipeline.remote.bucket import Bucket, Entry
 from mergepipe_pipeline.snapshots.find import manifest_of
+from mergepipe_pipeline.snapshots.foreign import VersionForm
 from mergepipe_pipeline.snapshots.objects import ObjectStore, stored_of
-from mergepipe_pipeline.snapshots.stage import PROVENANCE
 from mergepipe_pipeline.spec.outcome import StoredObject
-from mergepipe_pipeline.spec.snapshot import MANIFEST, Manifest, Ref, ShardEntry, Snapshot
+from mergepipe_pipeline.spec.snapshot import (
+    MANIFEST,
+    PROVENANCE,
+    Manifest,
+    Ref,
+    ShardEntry,
+    Snapshot,
+)
+from mergepipe_pipeline.storage.forms import MAX_NBYTES, read_form
 from mergepipe_pipeline.storage.hashing import file_sha256
 
 OBJECTS, ACTIONS, SNAPSHOTS, REFS = "objects", "actions", "snapshots", "refs"
@@ -60,14 +68,15 @@ class Mirror:
             yield from workers.map(impatient._action, action_keys)
 
     def _action(self, action_key: str) -> StoredObject | None:
-        data = self.bucket.read(_action_key(action_key))
+        data = self.bucket.read(_action_key(action_key), MAX_NBYTES)
         return None if data is None else stored_of(data, action_key)
 
     def fetch(
         self, stored: StoredObject, path: Path, advance: Callable[[int], None] | None = None
     ) -> bool:
         """Write an object's bytes to a file; False if it is not there. Raises CorruptionError."""
-        return self.bucket.download(object_key(stored.sha256), path, stored.sha256, advance)
+        key, nbytes = object_key(stored.sha256), stored.nbytes
+        return self.bucket.download(key, path, stored.sha256, advance, nbytes=nbytes)
 
     def publish(
         self,
@@ -132,7 +141,7 @@ class Mirror:
         key, value = _version_key(ref, number), {"snapshot_id": snapshot_id, "reason": reason}
         data = seal({**value, "version_of": f"{ref}/{number}"})
         # A repeated request may find what the first one made.
-        if not self.bucket.create(key, data) and self.bucket.read(key) != data:
+        if not self.bucket.create(key, data) and self.bucket.read(key, MAX_NBYTES) != data:
             raise CommitConflictError(
                 "Another warehouse published first",
                 where=self.bucket.where(key),
@@ -159,17 +168,18 @@ class Mirror:
     def version(self, ref: str, number: int) -> Ref:
         """One version of a ref. Raises NotFoundError, CorruptionError."""
         key = _version_key(ref, number)
-        value = unseal(self._present(key, "No such version"), self.bucket.where(key))
-        is_whole = all(isinstance(value.get(key), str) for key in ("snapshot_id", "reason"))
-        if value.get("version_of") != f"{ref}/{number}" or not is_whole:
+        where, next_step = self.bucket.where(key), "remove it from the bucket, or publish again"
+        data = self._present(key, "No such version")
+        version, _ = read_form(VersionForm, data, where, "A version of a ref", next_step)
+        if version.version_of != f"{ref}/{number}":
             raise CorruptionError(
-                "A version is another's" if is_whole else "A version of a ref names no snapshot",
-                where=self.bucket.where(key),
+                "A version is another's",
+                where=where,
                 expected=f"{ref}/{number}",
-                found=str(value.get("version_of"))[:80],
-                next_step="remove it from the bucket, or publish again",
+                found=version.version_of[:80],
+                next_step=next_step,
             )
-        return Ref(ref, number, value["snapshot_id"], value["reason"])
+        return Ref(ref, number, version.snapshot_id, version.reason)
 
     def snapshot_ids(self) -> list[str]:
         """The ids of all snapshots, sorted."""
@@ -188,7 +198,7 @@ class Mirror:
         """Name and content of each side file, then of the provenance. Raises CorruptionError."""
         folder = _folder(manifest.snapshot_id)
         for side in manifest.side_files:
-            data = self._present(f"{folder}/{side.file}")
+            data = self._present(f"{folder}/{side.file}", most_nbytes=side.nbytes)
             if sha256_hex(data) != side.sha256:
                 where = self.bucket.where(f"{folder}/{side.file}")
                 raise _changed(where, side.sha256[:16], sha256_hex(data)[:16])
@@ -204,8 +214,13 @@ class Mirror:
             if stored is not None and stored.sha256 == shard.sha256:
                 yield action_key, stored
 
-    def _present(self, key: str, missing: str = "A file of a snapshot is not there") -> bytes:
-        data = self.bucket.read(key)
+    def _present(
+        self,
+        key: str,
+        missing: str = "A file of a snapshot is not there",
+        most_nbytes: int = MAX_NBYTES,
+    ) -> bytes:
+        data = self.bucket.read(key, most_nbytes)
         if data is None:
             raise NotFoundError(
                 missing,

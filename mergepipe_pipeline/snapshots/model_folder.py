@@ -18,8 +18,6 @@ from mergepipe_pipeline.spec.snapshot import LineageEntry, OperatorCount, ShardE
 from mergepipe_pipeline.storage.json_text import json_bytes, load_object
 from mergepipe_pipeline.text import markdown
 
-#: The file name of a model's card.
-CARD = "README.md"
 #: The recipe of an exported snapshot, beside its files.
 RECIPE_FILE = "mergepipe_recipe.yml"
 #: The key of an exported provenance that holds what was measured; the card tells it, too.

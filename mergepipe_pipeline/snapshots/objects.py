@@ -17,7 +17,7 @@ from mergepipe_pipeline.digest import new_hash, seal, unseal
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.spec.outcome import StoredObject
 from mergepipe_pipeline.spec.snapshot import ShardEntry
-from mergepipe_pipeline.storage.atomic import adopt_file, remove_tree, write_atomic
+from mergepipe_pipeline.storage.atomic import adopt_file, remove_tree, rename, write_atomic
 
 _LOG = logging.getLogger("mergepipe")
 
@@ -36,15 +36,15 @@ def object_of(action: Path) -> str | None:
 
 def stored_of(data: bytes, action_key: str, where: str = "an action") -> StoredObject | None:
     """The object that the record of an action names; None for a damaged one, or another's."""
-    with suppress(CorruptionError, KeyError, TypeError, ValueError):
-        value = unseal(data, where)
-        if value["action_key"] == action_key:
-            return StoredObject(
-                value["object"],
-                value["nbytes"],
-                tuple((t, d) for t, d in value["tensors"]),
-                tuple(value.get("non_finite", {}).items()),
-            )
+    # They load pydantic, which commands that only list refs start without.
+    from mergepipe_pipeline.snapshots.foreign import ActionForm
+    from mergepipe_pipeline.storage.forms import read_form
+
+    with suppress(CorruptionError):
+        action, _ = read_form(ActionForm, data, where, "An action", "merge again")
+        if action.action_key == action_key:
+            non_finite = tuple(action.non_finite.items())
+            return StoredObject(action.object, action.nbytes, action.tensors, non_finite)
     return None
 
 
@@ -90,10 +90,12 @@ class ObjectStore:
         except OSError:
             return False
 
-    def forget(self, action_key: str, stored: StoredObject) -> None:
-        """Let a layer be made again: its object is damaged. Snapshots keep their links to it."""
+    def set_aside(self, action_key: str, stored: StoredObject, folder: Path) -> None:
+        """Let a layer be made again: its object is damaged, and moves below `folder`."""
         remove_tree(self._action(action_key))
-        remove_tree(self.path_of(stored.sha256))
+        path = self.path_of(stored.sha256)
+        with suppress(FileNotFoundError):
+            rename(path, folder / self._objects.name / path.relative_to(self._objects))
 
     def record(self, action_key: str, stored: StoredObject) -> None:
         """Remember that an action gives this object, which must be there already.

@@ -49,7 +49,8 @@ class Evaluator:
     """What measures a snapshot: a command, a Python function (`module:name`), perplexity, lm_eval.
 
     Paths are relative to the recipe's file. What fails, or takes longer than `timeout_s` seconds,
-    is tried `retries` times more; not what ends well without metrics.
+    is tried `retries` times more; not what ends well without metrics. `env` are variables of the
+    environment that it gets though they may be secrets.
     """
 
     command: tuple[str, ...] = ()
@@ -58,6 +59,7 @@ class Evaluator:
     timeout_s: float = 600.0
     retries: int = 1
     lm_eval: LmEval | None = None
+    env: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -125,6 +127,17 @@ class Finding:
     value: float
     live: float | None
     passed: bool
+
+    @property
+    def limit(self) -> float | None:
+        """The least or most that passes; None where it follows from a live value and none is."""
+        t = self.threshold
+        if t.comparison not in RELATIVE:
+            return t.value
+        if self.live is None:
+            return None
+        allowed = t.value * abs(self.live) if t.is_share else t.value
+        return self.live - allowed if t.comparison == "max_drop" else self.live + allowed
 
     @property
     def summary(self) -> str:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Iterable
 
 # The first number counts: experts and sub-layers inside a layer have numbers of their own.
-_NUMBERED = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block|resblocks)\.(\d+)(?=\.)")
+_NUMBERED = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block|resblocks)\.([0-9]{1,9})(?=\.)")
 _HEAD = re.compile(
     r"(?:^|\.)(?:lm_head|norm|final_layernorm|ln_f|final_norm|classifier|score|pooler|cls|"
     r"final_layer_norm|norm_f|embed_out|output_layer|output|post_layernorm|layernorm_post|ln_post|"
@@ -57,7 +57,7 @@ _BUFFER = re.compile(r"(?:\.|^)(?:inv_freq|position_ids|masked_bias|h\.\d+\.attn
 
 #: Parts of the projector between a Qwen's two towers, which mergekit counts as layers of their own:
 #: one by one, or the last two of the one after its norm.
-_PROJECTORS = re.compile(r"(?:^|\.)visual\.deepstack_merger_list\.(\d+)\.")
+_PROJECTORS = re.compile(r"(?:^|\.)visual\.deepstack_merger_list\.([0-9]{1,9})\.")
 _PROJECTION = re.compile(r"(?:^|\.)visual\.merger\.mlp\.\d+\.")
 
 

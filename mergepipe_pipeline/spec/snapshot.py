@@ -17,6 +17,8 @@ from mergepipe_pipeline.spec.plan import MergePlan
 
 #: The file of a snapshot that names every other one.
 MANIFEST = "manifest.json"
+#: The one that tells how it came about, which no id covers.
+PROVENANCE = "provenance.json"
 MANIFEST_FORMAT = "mergepipe-manifest/2"
 
 #: Operator, its variant ("" for none), number of output tensors.

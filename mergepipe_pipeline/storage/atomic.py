@@ -28,6 +28,8 @@ READ_ONLY = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 #: What the kernel says where it copies nothing: between, or on, such file systems; in a sandbox.
 _NO_COPIES = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM})
+#: Of file systems without links, or of a file that has no name.
+_NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOENT)
 
 #: Arguments of `renameat2`: paths are absolute, and the names change places.
 _HERE, _EXCHANGE = -100, 2
@@ -224,13 +226,16 @@ def make_dirs(*folders: str | Path) -> None:
 
 
 def link_file(source: str | Path, target: str | Path) -> None:
-    """A second name for the same bytes; a copy where the file system has no links across it."""
+    """A second name for the same bytes; a copy where the file system has no links across it.
+
+    A `source` of `/proc/self/fd` is an open file; one without a name any more is copied.
+    """
     with full_disk_named(Path(target)):
         _step("link")
         try:
-            os.link(source, target)
+            os.link(os.readlink(source) if os.path.islink(source) else source, target)
         except OSError as error:
-            if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP):
+            if error.errno not in _NO_LINKS:
                 raise
             _copy_bytes(source, target)
 

@@ -22,6 +22,8 @@ from mergepipe_pipeline.storage.atomic import create_exclusive, rename
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
 #: What `NAME` matches, for people.
 NAME_FORM = "up to 128 of a-z, A-Z, 0-9, '.', '_' and '-', a letter or digit first"
+#: Numbers have eight digits.
+MOST_VERSIONS = 99_999_999
 _FILE = re.compile(r"(\d{8})\.json")
 _ASIDE = re.compile(r"(\d{8})\.json\.damaged")
 #: Key under which a version states its chain's name and its number; older versions lack it.

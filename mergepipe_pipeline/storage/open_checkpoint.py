@@ -28,7 +28,7 @@ from mergepipe_pipeline.storage.header import LENGTH_NBYTES, header_nbytes, pars
 from mergepipe_pipeline.storage.json_text import load_object
 from mergepipe_pipeline.storage.regular import text_of, too_large
 from mergepipe_pipeline.storage.shards import missing_shard
-from mergepipe_pipeline.storage.side_files import CONFIG, MAX_JSON_NBYTES, side_files
+from mergepipe_pipeline.storage.side_files import CARD, CONFIG, MAX_JSON_NBYTES, side_files
 from mergepipe_pipeline.storage.source import CheckpointSource, FetchedAhead, open_source
 from mergepipe_pipeline.storage.unread_forms import pickled, refuse_mlx, refuse_ungathered
 
@@ -96,6 +96,21 @@ def open_checkpoint(uri: str, name: str, *, probes: bool = True) -> Checkpoint:
         adapter_config,
         ignored_files=tuple(ignored),
     )
+
+
+def model_files(source: CheckpointSource, checkpoint: Checkpoint) -> dict[str, int]:
+    """Name to size in bytes of all files that go with a checkpoint where it is copied, by the list.
+
+    Weights come first, then the files that say what they are, then side files. Raises
+    CheckpointError for one that may not be opened, or of an absurd size.
+    """
+    there = source.list()
+    own = [name for name in (INDEX, ADAPTER_CONFIG, CARD) if name in there]
+    sizes = {name: source.size(name) for name in (*(f.path for f in checkpoint.files), *own)}
+    for name in own:
+        if sizes[name] > MAX_JSON_NBYTES:
+            raise too_large(f"{checkpoint.root}, {name}", MAX_JSON_NBYTES, sizes[name])
+    return sizes | side_files(source, checkpoint.root)
 
 
 def is_complete(uri: str) -> str | None:

@@ -16,6 +16,8 @@ from mergepipe_pipeline.storage.regular import too_large
 from mergepipe_pipeline.storage.source import CheckpointSource
 
 CONFIG = "config.json"
+#: A model's card, which says its licence; results get one of their own.
+CARD = "README.md"
 MAX_JSON_NBYTES = 64 << 20
 _MAX_TOKENIZER_NBYTES = 256 << 20
 _MAX_MODULE_NBYTES = 256 << 20

@@ -16,6 +16,7 @@ import numpy as np
 from mergepipe_pipeline.arrays import F32Array
 from mergepipe_pipeline.digest import sha256_hex
 from mergepipe_pipeline.errors import CheckpointError, MergePipeError
+from mergepipe_pipeline.evaluation.perplexity import LOCAL
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.spec.layers import is_embedding
 from mergepipe_pipeline.tools.models import Input
@@ -91,7 +92,7 @@ def _hidden(base: Input, shape: tuple[int, int]) -> _Of:
     model = _run(
         base,
         lambda: transformers.AutoModelForCausalLM.from_pretrained(
-            base.checkpoint.root, dtype="auto", local_files_only=True
+            base.checkpoint.root, dtype="auto", **LOCAL
         ).eval(),
     )
 
@@ -123,9 +124,7 @@ def _embedded(base: Input, shape: tuple[int, int]) -> _Of:
 def _tokens(base: Input, transformers: Any) -> Callable[[str], list[int]]:
     tokenizer = _run(
         base,
-        lambda: transformers.AutoTokenizer.from_pretrained(
-            base.checkpoint.root, local_files_only=True
-        ),
+        lambda: transformers.AutoTokenizer.from_pretrained(base.checkpoint.root, **LOCAL),
     )
 
     def of(prompt: str) -> list[int]:

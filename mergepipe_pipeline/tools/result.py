@@ -18,16 +18,18 @@ from mergepipe_pipeline.digest import digest_json, seal, sha256_hex
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.execution.plan_leases import staging
 from mergepipe_pipeline.progress import Advance
-from mergepipe_pipeline.snapshots.commit import commit_snapshot
+from mergepipe_pipeline.snapshots.commit import commit_snapshot, damage_of
+from mergepipe_pipeline.snapshots.find import read_manifest
 from mergepipe_pipeline.snapshots.folder_export import staging_beside
 from mergepipe_pipeline.snapshots.marks import Marks
-from mergepipe_pipeline.snapshots.model_folder import CARD, index_json, tool_card
+from mergepipe_pipeline.snapshots.model_folder import index_json, tool_card
 from mergepipe_pipeline.snapshots.out_folder import check_folder, check_out
-from mergepipe_pipeline.snapshots.stage import PROVENANCE, made_here, stage_snapshot
+from mergepipe_pipeline.snapshots.stage import made_here, stage_snapshot
 from mergepipe_pipeline.spec.outcome import StoredObject
 from mergepipe_pipeline.spec.plan import ENGINE_VERSION, Source
 from mergepipe_pipeline.spec.snapshot import (
     MANIFEST,
+    PROVENANCE,
     LineageEntry,
     Manifest,
     ShardEntry,
@@ -36,6 +38,7 @@ from mergepipe_pipeline.spec.snapshot import (
 from mergepipe_pipeline.storage.atomic import publish_dir, write_atomic
 from mergepipe_pipeline.storage.header import Described
 from mergepipe_pipeline.storage.open_checkpoint import INDEX, open_checkpoint
+from mergepipe_pipeline.storage.side_files import CARD
 from mergepipe_pipeline.storage.writer import ShardWriter
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -144,14 +147,22 @@ class Draft:
         return Made(manifest.snapshot_id, str(path), nbytes, details)
 
 
-def check_place(out: str | Path, warehouse: Path) -> Path:
+def check_place(out: str | Path, warehouse: Path, again: tuple[str, str] | None = None) -> Path:
     """The absolute path of a folder for a result; nothing, or an empty folder, is there.
 
-    Raises MergePipeError as `check_out`, and for one that holds a result already.
+    Or what the verb and the input of these names, `again`, have given: a run may have been killed
+    at its very end, and whether that is the same shows when it is made once more. Raises
+    MergePipeError as `check_out`, and for a folder that holds another result.
     """
     chosen = check_out(out, warehouse)
-    _refuse_result(chosen)
+    if again is None or check_folder(chosen) is None or _names(chosen) != again:
+        _refuse_result(chosen)
     return chosen
+
+
+def _names(out: Path) -> tuple[str, ...]:
+    manifest = read_manifest(out)
+    return manifest.method, *(entry.name for entry in manifest.inputs)
 
 
 @contextmanager
@@ -175,7 +186,7 @@ def _to_warehouse(
     staged = stage_snapshot(draft.folder, manifest, warehouse.objects, draft.side_files, provenance)
     _refuse_unreadable(staged, manifest)
     is_new = not (warehouse.snapshots / manifest.snapshot_id).exists()
-    snapshot = commit_snapshot(staged, warehouse.snapshots)
+    snapshot = commit_snapshot(staged, warehouse.snapshots, warehouse.new_quarantine)
     Marks(warehouse.stages).mark(snapshot.snapshot_id, is_stage=False, is_new=is_new)
     return Path(snapshot.path)
 
@@ -187,7 +198,9 @@ def _to_folder(out: Path, draft: Draft, manifest: Manifest, provenance: dict[str
     write_atomic(draft.folder / PROVENANCE, seal(provenance))
     write_atomic(draft.folder / MANIFEST, seal(manifest.to_json()))
     _refuse_unreadable(draft.folder, manifest)
-    if not publish_dir(draft.folder, out):
+    if publish_dir(draft.folder, out):
+        return out
+    if check_folder(out) != manifest.snapshot_id or damage_of(out, is_copy=True):
         _refuse_result(out)
     return out
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from mergepipe_pipeline.catalog.catalog import Registration
 from mergepipe_pipeline.contents.tensor_digests import content_of
 from mergepipe_pipeline.errors import MergePipeError, NotFoundError
-from mergepipe_pipeline.execution.lookup import provenance_of
+from mergepipe_pipeline.execution.lookup import provenance_of, request_of
 from mergepipe_pipeline.recipe.yaml_text import read_documents
 from mergepipe_pipeline.spec.layers import layer_order
 from mergepipe_pipeline.spec.request import Request
@@ -64,19 +64,24 @@ class Changes:
     @property
     def summary(self) -> str:
         """All of it in one sentence."""
+        return f"since the live snapshot {self.what}"
+
+    @property
+    def what(self) -> str:
+        """What changed, without since when."""
         parts = [change.summary for change in self.inputs[:_MOST_SHOWN]]
         if len(self.inputs) > _MOST_SHOWN:
             parts.append(f"{len(self.inputs) - _MOST_SHOWN} more")
         parts += ["the recipe says something else"] if self.asks_otherwise else []
         named = f" ({', '.join(self.layers)})" if 0 < len(self.layers) <= _MOST_SHOWN else ""
         layers = f"{len(self.layers)} of {self.layers_total} layers differ{named}"
-        return f"since the live snapshot {'; '.join(parts) or 'no input changed'}; {layers}"
+        return f"{'; '.join(parts) or 'no input changed'}; {layers}"
 
 
 def changes_between(warehouse: Warehouse, live: Snapshot, other: Snapshot) -> Changes:
     """What differs from `live` to `other`. Raises CorruptionError for a damaged provenance."""
-    records = [provenance_of(s) for s in (live, other)]
-    before, after = (Request.from_json(p["request"]) for p in records)
+    recipes = [provenance_of(s).get("recipe", "") for s in (live, other)]
+    before, after = request_of(live), request_of(other)
     shards = {s.layer: s.sha256 for s in live.manifest.shards}
     other_shards = {s.layer: s.sha256 for s in other.manifest.shards}
     differ = {
@@ -89,7 +94,7 @@ def changes_between(warehouse: Warehouse, live: Snapshot, other: Snapshot) -> Ch
         live.snapshot_id,
         other.snapshot_id,
         tuple(_inputs(warehouse, (live, before), (other, after))),
-        requests[0] != requests[1] or _said(records[0]["recipe"]) != _said(records[1]["recipe"]),
+        requests[0] != requests[1] or _said(recipes[0]) != _said(recipes[1]),
         tuple(sorted(differ, key=layer_order)),
         len(other_shards),
     )

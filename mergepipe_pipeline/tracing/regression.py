@@ -15,7 +15,7 @@ from pathlib import Path
 from mergepipe_pipeline.contents.away import open_away, open_root, present_root
 from mergepipe_pipeline.contents.tensor_digests import content_of
 from mergepipe_pipeline.errors import CheckpointChangedError, MergePipeError, NotFoundError
-from mergepipe_pipeline.execution.lookup import provenance_of
+from mergepipe_pipeline.execution.lookup import request_of
 from mergepipe_pipeline.execution.plan_store import load_plan
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.progress import Progress
@@ -100,8 +100,7 @@ def regression_of(
 ) -> Regression:
     """What differs between the two, and how each change can be undone. Reads no weight."""
     changes = changes_between(warehouse, live, refused)
-    request = Request.from_json(provenance_of(refused)["request"])
-    before = Request.from_json(provenance_of(live)["request"])
+    before, request = request_of(live), request_of(refused)
     models = {m.name: m for m in before.models}
     was, now = contents_of(warehouse, live, before), contents_of(warehouse, refused, request)
     suspects, unmovable = [], ["the recipe"] if changes.asks_otherwise else []

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from mergepipe_pipeline.errors import MergePipeError
-from mergepipe_pipeline.packs.replaced import Replaced
+from mergepipe_pipeline.packs.replaced import MovedFile, Replaced
 from mergepipe_pipeline.resolution.locate import locate_registered
+from mergepipe_pipeline.storage.atomic import rename
 from mergepipe_pipeline.storage.hashing import file_sha256
+from mergepipe_pipeline.text import listed
 from mergepipe_pipeline.verbs.pack import Packed
 from mergepipe_pipeline.warehouse import Warehouse
+
+#: Files that an error names.
+_MOST_NAMED = 5
 
 
 def refuse_away(warehouse: Warehouse, packed: Packed) -> None:
@@ -111,3 +117,49 @@ def refuse_other_files(record: Replaced) -> None:
         found=problem,
         next_step="choose another --cold",
     )
+
+
+def is_recorded(file: MovedFile, path: Path) -> bool:
+    """Whether a path holds what a record says of a file, by all of its bytes."""
+    return _is_alike(file, path) and file_sha256(path) == file.sha256
+
+
+def unrecorded(record: Replaced, folder: Path) -> list[str]:
+    """What is in a renamed folder of an expert and not in its record, by sizes and times."""
+    files = {file.path: file for file in record.files}
+    known = {inner.path for inner in record.folders}
+    names = ((path, path.relative_to(folder).as_posix()) for path in sorted(folder.rglob("*")))
+    return [
+        name
+        for path, name in names
+        if name not in known and not (name in files and _is_alike(files[name], path))
+    ]
+
+
+def refuse_unrecorded(record: Replaced, folder: Path, found: Sequence[str]) -> None:
+    """Raise MergePipeError if anything was `found` in a renamed folder of an expert.
+
+    The folder gets its place again first, unless that is taken.
+    """
+    if not found:
+        return
+    place = folder if os.path.lexists(record.root) else rename(folder, record.root)
+    if all((place / file.path).is_file() for file in record.files):
+        then = "then run the same command again"
+    else:
+        then = f"then remove the folder: the expert is read from its pack, its files: {record.cold}"
+    raise MergePipeError(
+        "Something came into an expert's folder while it was moved away",
+        where=str(place),
+        expected=f"the files of {record.name} as they were packed, and nothing else",
+        found=listed(found, _MOST_NAMED),
+        next_step=f"nothing of it is removed: move it elsewhere when nobody writes there, {then}",
+    )
+
+
+def _is_alike(file: MovedFile, path: Path) -> bool:
+    """Whether a path is a file with the size and time of a recorded one."""
+    if path.is_symlink() or not path.is_file():
+        return False
+    stat = path.stat()
+    return (stat.st_size, stat.st_mtime_ns) == (file.nbytes, file.mtime_ns)

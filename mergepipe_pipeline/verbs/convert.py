@@ -32,12 +32,12 @@ def convert(
 ) -> Made:
     """Write the weights of a folder or file of pickles as safetensors, config and tokenizer beside.
 
-    The result is the folder `out`, or a snapshot of the warehouse. Raises CheckpointError for what
-    is no local path, holds safetensors already, or is not weights alone; CheckpointChangedError for
-    a file that changes meanwhile.
+    The result is the folder `out`, or a snapshot of the warehouse; if it is there, it is left as it
+    is. Raises CheckpointError for what is no local path, holds safetensors already, or is not
+    weights alone; CheckpointChangedError for a file that changes meanwhile.
     """
-    place = None if out is None else check_place(out, warehouse.root)
     given = Path(path).expanduser().resolve()
+    place = None if out is None else check_place(out, warehouse.root, (VERB, given.name))
     _refuse_other(given)
     folder = given if given.is_dir() else given.parent
     progress = progress or Silent()

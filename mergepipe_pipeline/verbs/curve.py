@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from math import nan
 from typing import TYPE_CHECKING, Any, Unpack
 
 from mergepipe_pipeline.execution.problem import SolvedProblem, solve_plan, solve_recipe
-from mergepipe_pipeline.pictures import Line, Mark, curve_picture, sketch
+from mergepipe_pipeline.pictures import Line, Panel, Series, Spots, chart, panels_picture
 from mergepipe_pipeline.planner.budget_curve import SHARES, BudgetCurve, Point, budget_curve
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
-from mergepipe_pipeline.report.predicted import why_no_curve
+from mergepipe_pipeline.report.predicted import why_no_curve, why_no_error
 from mergepipe_pipeline.resolution.resolve import Planning
 from mergepipe_pipeline.spec.plan import MergePlan
+from mergepipe_pipeline.text import byte_unit, size
 from mergepipe_pipeline.warehouse import Warehouse
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.remote.egress import Egress
+
+_LOSS = "predicted loss, % of the update"
 
 
 @dataclass(frozen=True)
@@ -131,35 +134,65 @@ def bound_percent(curve: BudgetCurve, p: Point) -> str:
     return "none" if bound is None else f"{100 * bound:.1f} %"
 
 
+def sentence(plan: MergePlan) -> str:
+    """What a plan reads of its experts, and what that is predicted to lose."""
+    e = plan.estimates
+    unit, nbytes = byte_unit(e.expert_bytes_total)
+    read, total = (f"{n / nbytes:.3g}" for n in (e.expert_bytes_planned, e.expert_bytes_total))
+    is_all = e.expert_bytes_planned == e.expert_bytes_total
+    reads = f"reads {'all' if is_all else read} of {total} {unit}"
+    unknown = why_no_error(e)
+    if unknown or e.predicted_error is None:
+        return f"{reads}; its loss is {unknown}" if unknown else reads
+    if not e.predicted_error or not e.update_norm:
+        return f"{reads}, predicted to lose nothing"
+    lost = 100 * e.predicted_error / e.update_norm
+    figure = f"{lost:.0f}" if lost >= 10 else f"{lost:.2g}"
+    return f"{reads}, predicted to lose {figure} %"
+
+
 def small_picture(recipe_curve: RecipeCurve) -> str:
-    """SVG: predicted error of the best strategy over bytes, the recipe's own budget marked."""
-    curve = recipe_curve.curve
-
-    def place(p: Point) -> tuple[float, float]:
-        return p.nbytes / max(1, curve.nbytes_total), curve.relative(p.error) or 0.0
-
-    return sketch([*map(place, curve.of(curve.best))], place(curve.chosen), "predicted error")
+    """Markdown: predicted loss of the best strategy over bytes, the plan's own point marked."""
+    curve, own = recipe_curve.curve, recipe_curve.curve.chosen
+    place, unit = _axes(recipe_curve)
+    told = f"this plan: {size(own.nbytes)}, {percent(curve, own)}"
+    return chart(
+        [
+            Series("", "blue", [*map(place, curve.of(curve.best))], is_line=True),
+            Series(told, "red", [place(own)]),
+        ],
+        f"read of the experts, {unit}",
+        _LOSS,
+        is_from_zero=True,
+    )
 
 
 def picture(recipe_curve: RecipeCurve) -> bytes:
-    """PNG: predicted error over bytes for all strategies, the knee, the recipe's own budget."""
+    """PNG: predicted loss over bytes for all strategies, the knee, the plan's own point."""
+    curve, own = recipe_curve.curve, recipe_curve.curve.chosen
+    place, unit = _axes(recipe_curve)
+    lines = []
+    for name in dict.fromkeys(p.strategy for p in curve.points):
+        places = [*map(place, curve.of(name))]
+        lines.append(Line(name, [x for x, _ in places], [y for _, y in places]))
+    told = f"this plan: {own.strategy}, {size(own.nbytes)}, {percent(curve, own)}"
+    x, y = place(own)
+    spots = [Spots(told, [x], [y], "o", "red")]
+    if curve.knee:
+        x, y = place(curve.knee)
+        spots.append(Spots(f"knee: {size(curve.knee.nbytes)}", [x], [y], "D", "black"))
+    unknown = f", {recipe_curve.unknown}" if recipe_curve.unknown else ""
+    panel = Panel(f"read of the experts, {unit}", _LOSS, lines, spots, is_from_zero=True)
+    return panels_picture([[panel]], f"{recipe_curve.recipe}: what a budget loses{unknown}")
+
+
+def _axes(recipe_curve: RecipeCurve) -> tuple[Callable[[Point], tuple[float, float]], str]:
+    """Where a point stands, in units of bytes and percent of the update; and that unit."""
     curve = recipe_curve.curve
-    total = max(1, curve.nbytes_total)
+    unit, nbytes = byte_unit(curve.nbytes_total)
 
     def place(p: Point) -> tuple[float, float]:
         error = nan if recipe_curve.unknown else curve.relative(p.error) or 0.0
-        return 100 * p.nbytes / total, 100 * error
+        return p.nbytes / nbytes, 100 * error
 
-    names = dict.fromkeys(p.strategy for p in curve.points)
-    lines = [Line(name, *zip(*map(place, curve.of(name)), strict=True)) for name in names]
-    marks = [Mark(f"chosen: {curve.chosen.strategy}", *place(curve.chosen), "o")]
-    if curve.knee:
-        marks.append(Mark("knee", *place(curve.knee), "D"))
-    return curve_picture(
-        lines,
-        marks,
-        f"{recipe_curve.recipe}: what a budget loses"
-        + (f", {recipe_curve.unknown}" if recipe_curve.unknown else ""),
-        "expert bytes read, %",
-        "predicted error, % of the full update",
-    )
+    return place, unit

@@ -32,7 +32,13 @@ from mergepipe_pipeline.deploy.recorded import (
 from mergepipe_pipeline.deploy.wanted import not_indexed, wanted, wanted_of
 from mergepipe_pipeline.digest import digest_json, seal, unseal
 from mergepipe_pipeline.engine.options import EngineOptions
-from mergepipe_pipeline.errors import BudgetError, BusyError, CorruptionError, NotFoundError
+from mergepipe_pipeline.errors import (
+    BudgetError,
+    BusyError,
+    CorruptionError,
+    DamagedLayerError,
+    NotFoundError,
+)
 from mergepipe_pipeline.evaluation.identity import evaluator_id
 from mergepipe_pipeline.execution.assemble import commit
 from mergepipe_pipeline.execution.plan_leases import lease, lease_layers, lease_recipe
@@ -42,6 +48,7 @@ from mergepipe_pipeline.execution.plan_store import (
     store_working_plan,
 )
 from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.execution.run import made_anew
 from mergepipe_pipeline.integrity.weights import audit_snapshot, refuse_unfit
 from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
@@ -265,14 +272,27 @@ def merge_shard(
             yield from run_recorded(warehouse, recipe, current, shard.layers, options, shard.number)
 
 
-def snapshot_recipe(warehouse: Warehouse, recipe: str) -> tuple[Snapshot, Realised]:
+def snapshot_recipe(
+    warehouse: Warehouse, recipe: str, options: EngineOptions | None = None
+) -> tuple[Snapshot, Realised]:
     """Commit the snapshot of the recipe's current plan and remember it as its current one.
 
-    Returns what the plan's layers cost, over all runs that worked on it.
+    Layers that are damaged where they are stored are merged again first. Returns what the plan's
+    layers cost, over all runs that worked on it.
     """
     with _working(warehouse, recipe) as (state, plan):
-        realised = Realised.total(r.cost for r in merged_layers(warehouse, recipe, plan))
-        snapshot = commit(warehouse, plan, realised)
+
+        def committed() -> tuple[Snapshot, Realised]:
+            realised = Realised.total(r.cost for r in merged_layers(warehouse, recipe, plan))
+            return commit(warehouse, plan, realised)[0], realised
+
+        try:
+            snapshot, realised = committed()
+        except DamagedLayerError as error:
+            _LOG.warning("%s", made_anew(error))
+            layers = [layer.name for layer in plan.layers]
+            list(run_recorded(warehouse, recipe, plan, layers, options or EngineOptions()))
+            snapshot, realised = committed()
         done = {**state, "snapshot_id": snapshot.snapshot_id}
         write_atomic(warehouse.current_plan_path(recipe), seal(done))
     return snapshot, realised

@@ -9,8 +9,7 @@ from __future__ import annotations
 from mergepipe_pipeline.contents.quarantine import Quarantine, kept_out, quarantined_names
 from mergepipe_pipeline.deploy.recipe_files import standing_recipes
 from mergepipe_pipeline.errors import GateError
-from mergepipe_pipeline.execution.lookup import provenance_of
-from mergepipe_pipeline.spec.request import Request
+from mergepipe_pipeline.execution.lookup import request_of
 from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -25,10 +24,9 @@ def kept_out_in(warehouse: Warehouse, snapshot: Snapshot) -> tuple[Quarantine, .
     # It loads pyarrow, which few releases need.
     from mergepipe_pipeline.tracing.changes import contents_of
 
-    request = Request.from_json(provenance_of(snapshot)["request"])
     return tuple(
         decision
-        for (_, name), content in contents_of(warehouse, snapshot, request).items()
+        for (_, name), content in contents_of(warehouse, snapshot, request_of(snapshot)).items()
         if name in decided
         for decision in kept_out(warehouse, name)
         if decision.content == content

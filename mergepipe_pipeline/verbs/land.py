@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,6 @@ from mergepipe_pipeline.remote.address import is_address
 from mergepipe_pipeline.resolution.locate import locate_checkpoint
 from mergepipe_pipeline.snapshots.leases import Need
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.storage.adapter_config import CONFIG as ADAPTER_CONFIG
 from mergepipe_pipeline.storage.atomic import (
     copy_file,
     link_file,
@@ -31,9 +30,16 @@ from mergepipe_pipeline.storage.atomic import (
     write_atomic,
 )
 from mergepipe_pipeline.storage.chain import NAME
-from mergepipe_pipeline.storage.open_checkpoint import INDEX, open_checkpoint
-from mergepipe_pipeline.storage.side_files import pieces, side_files
-from mergepipe_pipeline.storage.source import FetchedAhead, FileRange, open_source
+from mergepipe_pipeline.storage.open_checkpoint import model_files, open_checkpoint
+from mergepipe_pipeline.storage.regular import text_of
+from mergepipe_pipeline.storage.side_files import pieces
+from mergepipe_pipeline.storage.source import (
+    CheckpointSource,
+    FetchedAhead,
+    FileRange,
+    LocalSource,
+    open_source,
+)
 from mergepipe_pipeline.verbs.tag import check_tags
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -44,13 +50,17 @@ _LEFT = re.compile(rf"\.(?P<name>.+)\.((?P<lease>{LANDING}-[\w-]+)|old-[0-9a-f]+
 
 @dataclass(frozen=True, slots=True)
 class Landing:
-    """A checkpoint that lies in the inbox: its name, folder, files and bytes."""
+    """A checkpoint that lies in the inbox: its name, folder, files and bytes.
+
+    What is `left_out` of the folder that it came from is no part of a model.
+    """
 
     name: str
     path: str
     files: int
     nbytes: int
     replaced: bool
+    left_out: tuple[str, ...]
 
 
 def land(
@@ -64,76 +74,82 @@ def land(
 ) -> Landing:
     """Put the checkpoint at a folder or an address into the inbox; with `link`, without a copy.
 
-    The files at the top of the folder are taken, those that links lead to as files. Linked files
-    must not be written to afterwards. The name has the `tags` before the folder is there. Raises
-    MergePipeError for a name that cannot be one or a folder of the inbox itself, CheckpointError
-    for what is not whole, CheckpointChangedError for weights that change meanwhile, RemoteError for
-    an address that cannot be read, StorageFullError.
+    Its weights, config, card and side files are taken, by the list that merges have, and nothing
+    besides. Linked files must not be written to afterwards. The name has the `tags` before the
+    folder is there. Raises MergePipeError for a name that cannot be one or a folder of the inbox
+    itself, CheckpointError for what is not whole or a link that leaves the folder,
+    CheckpointChangedError for weights that change meanwhile, RemoteError for an address that cannot
+    be read, StorageFullError.
     """
     remote = locate_checkpoint(warehouse, path) if is_address(path) else None
-    source = Path(path if remote is None else remote.root).resolve()
-    chosen = name or (source.name if remote is None else remote.name)
+    folder = Path(path if remote is None else remote.root).resolve()
+    chosen = name or (folder.name if remote is None else remote.name)
     final = warehouse.inbox / chosen
     check_tags(tags)
     if remote is None or not is_address(remote.root):
-        _refuse_wrong_places(warehouse, source, chosen)
-        open_checkpoint(str(source), chosen, probes=False)
-    elif not NAME.fullmatch(chosen):
+        _refuse_wrong_places(warehouse, folder, chosen)
+        checkpoint = open_checkpoint(str(folder), chosen, probes=False)
+    elif NAME.fullmatch(chosen):
+        checkpoint = remote
+    else:
         raise _misplaced(path, f"the name {chosen!r}")
     replaced = final.exists()
-    with _staged(warehouse, chosen) as staged:
-        if remote is not None and is_address(remote.root):
-            _download(remote, staged, progress or Silent())
+    with _staged(warehouse, chosen) as staged, open_source(checkpoint.root) as source:
+        sizes = model_files(source, checkpoint)
+        taken = {file.partition("/")[0] for file in sizes}
+        left_out = tuple(text_of(file) for file in source.list() if file not in taken)
+        if isinstance(source, LocalSource):
+            _copy(source, checkpoint, sizes, staged, link=link)
         else:
-            _copy(source, staged, chosen, link=link)
+            _download(source, checkpoint, sizes, staged, progress or Silent())
         open_checkpoint(str(staged), chosen, probes=False)
         stamps, _ = stamps_of(staged)
         mark_landed(warehouse, chosen, token_of(stamps))
         warehouse.catalog.put_tags(chosen, tags, ())
         replace_dir(staged, final)
-    return Landing(chosen, str(final), len(stamps), sum(s.nbytes for s in stamps), replaced)
+    nbytes = sum(s.nbytes for s in stamps)
+    return Landing(chosen, str(final), len(stamps), nbytes, replaced, left_out)
 
 
-def _copy(source: Path, staged: Path, name: str, *, link: bool) -> None:
-    """Put the files at the top of a folder into another one, with their times.
+def _copy(
+    source: LocalSource, before: Checkpoint, files: Iterable[str], staged: Path, *, link: bool
+) -> None:
+    """Put files of a folder into another one, with their times.
 
+    Each is copied through a descriptor that was looked at, so that nobody swaps it in between.
     Raises CheckpointChangedError for weights that change meanwhile.
     """
-    before = open_checkpoint(str(source), name, probes=False)
-    for file in sorted(f for f in source.iterdir() if f.is_file()):
-        (link_file if link else copy_file)(file.resolve(), staged / file.name)
-        stat = file.stat()
-        os.utime(staged / file.name, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    with open_source(str(source)) as beside:
-        for nested in (n for n in side_files(beside, str(source)) if "/" in n):
-            (staged / nested).parent.mkdir(exist_ok=True)
-            (link_file if link else copy_file)((source / nested).resolve(), staged / nested)
-            stat = (source / nested).stat()
-            os.utime(staged / nested, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    if open_checkpoint(str(source), name, probes=False).stamp != before.stamp:
+    for file in files:
+        target = staged / file
+        target.parent.mkdir(exist_ok=True)
+        with source.lent(file) as (descriptor, _):
+            (link_file if link else copy_file)(f"/proc/self/fd/{descriptor}", target)
+            stat = os.fstat(descriptor)
+        os.utime(target, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    if open_checkpoint(before.root, before.name, probes=False).stamp != before.stamp:
         raise CheckpointChangedError(
             "A checkpoint changed while it was copied",
-            where=str(source),
+            where=before.root,
             expected="weight files of one size and time from start to end",
             found="files of another size or time",
             next_step="run the same command again when nothing writes to them",
         )
 
 
-def _download(checkpoint: Checkpoint, staged: Path, progress: Progress) -> None:
-    """Put the files of a model at an address into a folder: weights, their index, side files."""
-    with open_source(checkpoint.root) as source:
-        weights = [file.path for file in checkpoint.files]
-        wanted = dict.fromkeys([*weights, *side_files(source, checkpoint.root)])
-        wanted |= dict.fromkeys({INDEX, ADAPTER_CONFIG}.intersection(source.list()))
-        sizes = {name: source.size(name) for name in wanted}
-        if isinstance(source, FetchedAhead):
-            source.expect(FileRange(name, 0, nbytes) for name, nbytes in sizes.items())
-        label = f"download {checkpoint.name}"
-        with progress.task(label, sum(sizes.values())) as advance:
-            for name, nbytes in sizes.items():
-                advanced = partial(_tell, advance)
-                write_atomic(staged / name, pieces(source, name, nbytes, advanced))
+def _download(
+    source: CheckpointSource,
+    checkpoint: Checkpoint,
+    sizes: Mapping[str, int],
+    staged: Path,
+    progress: Progress,
+) -> None:
+    """Put the files of a model at an address into a folder."""
+    if isinstance(source, FetchedAhead):
+        source.expect(FileRange(name, 0, nbytes) for name, nbytes in sizes.items())
+    with progress.task(f"download {checkpoint.name}", sum(sizes.values())) as advance:
+        for name, nbytes in sizes.items():
+            advanced = partial(_tell, advance)
+            write_atomic(staged / name, pieces(source, name, nbytes, advanced))
 
 
 def _tell(advance: Advance, piece: bytes) -> None:

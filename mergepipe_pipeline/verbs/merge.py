@@ -19,7 +19,7 @@ from mergepipe_pipeline.execution.base_prefetch import prefetch_base
 from mergepipe_pipeline.execution.egress import traffic, traffic_since
 from mergepipe_pipeline.execution.planning import plan_resolved, resolve_after_stages
 from mergepipe_pipeline.execution.run import MergeOutcome, refuse_full_disk, run_plan
-from mergepipe_pipeline.integrity.weights import merged_non_finite, non_finite_warning
+from mergepipe_pipeline.integrity.weights import non_finite_warning
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
@@ -108,12 +108,11 @@ def merge(
     plan, outcome = _planned_and_run(warehouse, resolved, stages, progress, run)
     made = Need(snapshot_ids=frozenset([outcome.snapshot.snapshot_id]))
     with warehouse.leases.hold(made, "merge"):  # an evaluator may take hours
-        non_finite = merged_non_finite(warehouse, plan)
-        progress.warn(*non_finite_warning(non_finite, plan))
+        progress.warn(*non_finite_warning(outcome.non_finite, plan))
         judged = _judged(warehouse, parsed, here, outcome.snapshot)
         wanted = plan.ref if publish_ref else None
-        ref = _handed_on(warehouse, outcome.snapshot, folder, wanted, judged, progress)
-    return Merged(outcome, non_finite, folder, ref, judged)
+        ref = _handed_on(warehouse, outcome, folder, wanted, judged, progress)
+    return Merged(outcome, outcome.non_finite, folder, ref, judged)
 
 
 def _planned_and_run(
@@ -150,13 +149,14 @@ def _judged(
 
 def _handed_on(
     warehouse: Warehouse,
-    snapshot: Snapshot,
+    outcome: MergeOutcome,
     folder: Path | None,
     ref: str | None,
     judged: Judged | None,
     progress: Progress,
 ) -> Ref | None:
     """Give the snapshot the folder and the ref that were asked for. Raises GateError."""
+    snapshot = outcome.snapshot
     if ref is not None:
         is_guarded = judged is not None and judged.verdict is not None
         refuse_kept_out(warehouse, snapshot, ref, is_guarded=is_guarded)
@@ -165,4 +165,11 @@ def _handed_on(
     if ref is None:
         return None
     expected = None if judged is None else judged.live_version
-    return publish(warehouse, snapshot.snapshot_id, ref, expected=expected, progress=progress)
+    return publish(
+        warehouse,
+        snapshot.snapshot_id,
+        ref,
+        expected=expected,
+        checked=outcome.checked,
+        progress=progress,
+    )

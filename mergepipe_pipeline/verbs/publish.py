@@ -5,7 +5,7 @@ from __future__ import annotations
 from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.execution.lookup import snapshot_of
 from mergepipe_pipeline.progress import Progress, Silent
-from mergepipe_pipeline.snapshots.checks import verify_snapshot
+from mergepipe_pipeline.snapshots.checks import Checked, verify_snapshot
 from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.snapshots.leases import Need
 from mergepipe_pipeline.snapshots.marks import Marks
@@ -21,11 +21,13 @@ def publish(
     reason: str = "published",
     expected: int | None = None,
     audit: bool = True,
+    checked: Checked | None = None,
     is_forced: bool = False,
     progress: Progress | None = None,
 ) -> Ref:
     """Make `ref` name a snapshot, after checking every byte of it (unless `audit` is False).
 
+    Shards that the caller has `checked` are not read again.
     `what` is an id, a unique prefix of one, a ref, or REF@VERSION. `expected` is the version the
     caller has seen; another one raises CommitConflictError. Raises NotFoundError for an unknown
     snapshot, CorruptionError for a damaged one, and unless it `is_forced` GateError for one with a
@@ -41,7 +43,8 @@ def publish(
 
             refuse_kept_out(warehouse, snapshot, ref)
         if audit:
-            verify_snapshot(warehouse.snapshots / snapshot.snapshot_id)
+            folder = warehouse.snapshots / snapshot.snapshot_id
+            verify_snapshot(folder, checked=checked or Checked())
         warehouse.refs.refuse_other(ref, expected)
         _mirror(warehouse, snapshot, ref, reason, progress or Silent())
         return warehouse.refs.publish(ref, snapshot.snapshot_id, reason, expected)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundError
 from mergepipe_pipeline.execution.plan_leases import staging as staging_of
+from mergepipe_pipeline.integrity.lineage import refuse_other_lineage
 from mergepipe_pipeline.progress import Progress, Silent
-from mergepipe_pipeline.snapshots.commit import commit_snapshot
+from mergepipe_pipeline.snapshots.checks import verify_snapshot
+from mergepipe_pipeline.snapshots.commit import commit_snapshot, damage_of
 from mergepipe_pipeline.snapshots.find import load_snapshot
+from mergepipe_pipeline.snapshots.foreign import provenance_from
 from mergepipe_pipeline.snapshots.leases import Need
 from mergepipe_pipeline.snapshots.marks import Marks
 from mergepipe_pipeline.snapshots.mirror import Mirror, mirror_at, provenance_key
-from mergepipe_pipeline.snapshots.provenance_form import provenance_from
-from mergepipe_pipeline.snapshots.stage import PROVENANCE, stage_snapshot
+from mergepipe_pipeline.snapshots.stage import stage_snapshot
 from mergepipe_pipeline.spec.outcome import StoredObject
-from mergepipe_pipeline.spec.snapshot import Manifest, Snapshot
+from mergepipe_pipeline.spec.snapshot import PROVENANCE, Manifest, Snapshot
+from mergepipe_pipeline.storage.chain import MOST_VERSIONS
+from mergepipe_pipeline.text import whole_number
 from mergepipe_pipeline.warehouse import BUCKET, Warehouse
 
 
@@ -24,14 +28,15 @@ def pull(
 
     `what` is a ref, `REF@VERSION`, an id or a unique prefix in the bucket, not here; `source` the
     address of a bucket, by default MERGEPIPE_BUCKET; from another one, later merges reuse nothing.
-    Nothing is published. Raises NotFoundError, CorruptionError for what is damaged there, and
-    RemoteError.
+    Nothing is published. One that is here and damaged is made anew. Raises NotFoundError,
+    CorruptionError for what is damaged there, and RemoteError.
     """
     mirror, progress = _mirror(warehouse, source), progress or Silent()
     snapshot_id = _snapshot_id(mirror, what)
     need = Need(snapshot_ids=frozenset([snapshot_id]))
     with warehouse.leases.hold(need, "pull"):
-        if snapshot_id in {p.name for p in warehouse.snapshots.glob("*")}:
+        is_here = snapshot_id in {p.name for p in warehouse.snapshots.glob("*")}
+        if is_here and damage_of(warehouse.snapshots / snapshot_id) is None:
             return load_snapshot(warehouse.snapshots, snapshot_id)
         manifest = mirror.manifest(snapshot_id)
         keys = frozenset(s.layer_key for s in manifest.shards)
@@ -69,7 +74,10 @@ def _pulled(
             for action_key, stored in mirror.actions(shard):
                 store.record(action_key, stored)
         staged = stage_snapshot(staging, manifest, store, sides, provenance)
-        snapshot = commit_snapshot(staged, warehouse.snapshots)
+        # Its files may be no shards, and it may tell of plans and inputs that are here otherwise.
+        verify_snapshot(staged)
+        refuse_other_lineage(warehouse, Snapshot(manifest.snapshot_id, str(staged), manifest))
+        snapshot = commit_snapshot(staged, warehouse.snapshots, warehouse.new_quarantine)
     Marks(warehouse.stages).mark(snapshot.snapshot_id, is_stage=False, is_new=True)
     return snapshot
 
@@ -94,8 +102,9 @@ def _snapshot_id(mirror: Mirror, what: str) -> str:
     name, _, number = what.rpartition("@")
     if what in versions:
         return mirror.version(what, versions[what][-1]).snapshot_id
-    if name in versions and number.isdecimal():
-        return mirror.version(name, int(number)).snapshot_id
+    version = whole_number(number, MOST_VERSIONS)
+    if name in versions and version is not None:
+        return mirror.version(name, version).snapshot_id
     matching = [i for i in mirror.snapshot_ids() if what and i.startswith(what)]
     if len(matching) == 1:
         return matching[0]

@@ -24,8 +24,10 @@ from mergepipe_pipeline.errors import (
     PackVersionError,
 )
 from mergepipe_pipeline.execution.plan_leases import staging
+from mergepipe_pipeline.packs.bombs import refuse_bombs
 from mergepipe_pipeline.packs.compared import refuse_forged
-from mergepipe_pipeline.packs.index import read_contents, read_index
+from mergepipe_pipeline.packs.damage import damaged_pack
+from mergepipe_pipeline.packs.index import frames_nbytes, read_contents, read_index
 from mergepipe_pipeline.packs.replaced import Replaced, put_record
 from mergepipe_pipeline.packs.store import Pack
 from mergepipe_pipeline.packs.travelling import (
@@ -43,10 +45,12 @@ from mergepipe_pipeline.resolution.locate import locate_registered
 from mergepipe_pipeline.snapshots.leases import Need
 from mergepipe_pipeline.spec.view import view_of
 from mergepipe_pipeline.storage.atomic import make_dirs, remove_tree, replace_dir
+from mergepipe_pipeline.storage.forms import MAX_NBYTES
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.verbs.analyze import analyze
+from mergepipe_pipeline.verbs.replace import Original
 from mergepipe_pipeline.warehouse import Warehouse
 
 _REST, _FRAMES = ".rest", ".frames"
@@ -116,7 +120,7 @@ def _travelling(folder: Folder, source: str) -> list[tuple[str, Travelling]]:
     travelling = []
     for name in folder.names(PACKS):
         place, _, file = name.rpartition("/")
-        if file == EXPERT and (data := folder.read(name)) is not None:
+        if file == EXPERT and (data := folder.read(name, MAX_NBYTES)) is not None:
             travelling.append((place, from_bytes(data, f"{source}/{name}")))
     return travelling
 
@@ -150,14 +154,16 @@ def _pulled(
         with progress.task(f"pull pack of {record.name}", travelling.nbytes) as advance:
             frames = [f for f in travelling.own if f.name.endswith(_FRAMES)]
             others = [f for f in travelling.own if f not in frames]
+            pack_root = staged / PACKS / record.pack_id
             _get(folder, place, others, staged, record, advance)
+            refuse_bombs(pack_root)
             _refuse_other_base(warehouse, record, staged, progress)
+            _refuse_other_frames(pack_root, frames)
             _get(folder, place, frames, staged, record, advance)
-        pack_root = staged / PACKS / record.pack_id
         pack = Pack(record.pack_id, pack_root, read_index(pack_root))
         refuse_odd(record, pack)
         _refuse_forged(warehouse, record, pack, progress)
-        _keep(warehouse, record, staged)
+        _keep(warehouse, record, staged, progress)
     # Standing recipes wait for what is known of an expert, and nothing indexes one that is away.
     analyze(warehouse, [record.name], base=record.base, progress=progress)
     return replace(done, fresh=True)
@@ -195,7 +201,8 @@ def _get(
     for file in files:
         path = staged / _place(record, file)
         make_dirs(path.parent)
-        if not folder.download(f"{place}/{file.name}", path, file.sha256, advance):
+        name = f"{place}/{file.name}"
+        if not folder.download(name, path, file.sha256, file.nbytes, advance):
             raise CorruptionError(
                 "A file of a pack is not at the address",
                 where=f"{record.cold}, {place}/{file.name}",
@@ -211,7 +218,7 @@ def _place(record: Replaced, file: TravellingFile) -> str:
     return f"rest/{file.name}" if is_rest else f"{PACKS}/{record.pack_id}/{file.name}"
 
 
-def _keep(warehouse: Warehouse, record: Replaced, staged: Path) -> None:
+def _keep(warehouse: Warehouse, record: Replaced, staged: Path, progress: Progress) -> None:
     """Give pack and record their places and register the expert; if that fails, nothing stays."""
     rest, added = staged / "rest", warehouse.replaced.path(record.checkpoint_id)
     is_new = warehouse.packs.find(record.pack_id) is None
@@ -221,12 +228,24 @@ def _keep(warehouse: Warehouse, record: Replaced, staged: Path) -> None:
     put_record(rest, record, warehouse.roots)
     replace_dir(rest, added)
     try:
+        _refuse_other_files(warehouse, record, progress)
         _register(warehouse, record)
     except BaseException:
         warehouse.replaced.forget(record.checkpoint_id)
         if is_new:
             remove_tree(warehouse.packs.path(record.pack_id))
         raise
+
+
+def _refuse_other_files(warehouse: Warehouse, record: Replaced, progress: Progress) -> None:
+    """Raise CorruptionError unless every file of the expert can be made, with its SHA-256.
+
+    The one of a file without packed tensors is its rest's, as `from_bytes` has seen.
+    """
+    with Original(warehouse, record, progress) as original:
+        for number, file in enumerate(record.files):
+            if file.tensors:
+                original.compare(number)
 
 
 def _refuse_forged(warehouse: Warehouse, record: Replaced, pack: Pack, progress: Progress) -> None:
@@ -260,6 +279,21 @@ def _refuse_other_base(
         raise
     for content in contents:
         refuse_other_base(record, base, digests, content.base_name, content.base_digest)
+        tensor = base.by_name[content.base_name]
+        if (content.dtype, content.shape) != (tensor.dtype, tensor.shape):
+            raise damaged_pack(
+                staged / PACKS / record.pack_id,
+                f"{tensor.dtype} {tensor.shape} of {content.name}, as its base's tensor",
+                f"{content.dtype} {content.shape}",
+            )
+
+
+def _refuse_other_frames(root: Path, frames: Sequence[TravellingFile]) -> None:
+    """Raise CorruptionError before files of frames come that the index does not account for."""
+    said = {file.name: file.nbytes for file in frames}
+    expected = frames_nbytes(root)
+    if said != expected:
+        raise damaged_pack(root, f"frames of {expected} bytes", f"{said}")
 
 
 def _register(warehouse: Warehouse, record: Replaced) -> None:

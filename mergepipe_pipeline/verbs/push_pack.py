@@ -1,8 +1,8 @@
 """The verb `push --pack`: an expert's pack goes beside a model, with what gives the expert back.
 
 What travels is what `pack --replace` leaves of an expert: its pack, the bytes of its files that are
-in no pack, a record of all, and what the catalog knows. Who has the base merges from them, and
-makes every file again, bit for bit.
+in no pack, and a record of all. Of a folder that is here its model's files go alone, by the list
+that merges have. Who has the base merges from them, and makes each of them again, bit for bit.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from mergepipe_pipeline.resolution.locate import locate_registered
 from mergepipe_pipeline.resolution.open_models import open_pair
 from mergepipe_pipeline.snapshots.leases import Need
 from mergepipe_pipeline.storage.hashing import file_sha256
+from mergepipe_pipeline.storage.open_checkpoint import model_files
+from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.verbs.push import writable
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -178,6 +180,9 @@ def _record_of(
     refuse_changed_tensors(warehouse, checkpoint, progress)
     with staging(warehouse, "push") as staged:
         root = Path(checkpoint.root)
+        with open_source(checkpoint.root) as source:
+            names = model_files(source, checkpoint)
+        folders = {str(parent) for name in names for parent in Path(name).parents}
         digests = warehouse.catalog.digests(checkpoint.checkpoint_id) or {}
         record = Replaced(
             checkpoint.checkpoint_id,
@@ -186,8 +191,8 @@ def _record_of(
             "",
             registration.base,
             pack.pack_id,
-            files_of(root, checkpoint, packed_as(pack.contents.values(), digests)),
-            folders_of(root),
+            files_of(root, checkpoint, packed_as(pack.contents.values(), digests), names),
+            tuple(folder for folder in folders_of(root) if folder.path in folders),
         )
         yield write_record(staged / "record", record, warehouse.roots), staged / "record"
 

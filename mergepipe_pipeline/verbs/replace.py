@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from mergepipe_pipeline.contents.away_files import refuse_other_base
 from mergepipe_pipeline.contents.input_segments import checkpoint_inputs
 from mergepipe_pipeline.contents.other_codecs import refuse_other_codec
 from mergepipe_pipeline.digest import new_hash
-from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundError
+from mergepipe_pipeline.errors import CorruptionError, NotFoundError
 from mergepipe_pipeline.execution.plan_leases import staging
 from mergepipe_pipeline.packs.contents import packed_as
 from mergepipe_pipeline.packs.decoded import Decoder
@@ -51,11 +51,14 @@ from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.roots import refuse_unmounted, why_unmounted
 from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.verbs.cold_places import (
+    is_recorded,
     refuse_away,
     refuse_other_files,
     refuse_others_inside,
+    refuse_unrecorded,
     refuse_wrong_places,
     taken,
+    unrecorded,
 )
 from mergepipe_pipeline.verbs.pack import Packed
 from mergepipe_pipeline.warehouse import Warehouse
@@ -85,6 +88,7 @@ def move_to_cold(
     checkpoint = locate_registered(warehouse, packed.name).checkpoint
     record = warehouse.replaced.find(checkpoint.checkpoint_id)
     if record is not None and record.is_away and record.pack_id == packed.pack_id:
+        _clear(record)  # what a killed move has left
         return _moved(record, before=True)
     refuse_away(warehouse, packed)
     root, target = Path(checkpoint.root), expanded(cold).resolve() / Path(checkpoint.root).name
@@ -105,7 +109,7 @@ def move_to_cold(
     if target.exists():
         refuse_other_files(record)
     with _recorded(warehouse, record):
-        with _Original(warehouse, record, progress) as original:
+        with Original(warehouse, record, progress) as original:
             for number, _ in enumerate(record.files):
                 original.compare(number)
         now = locate_registered(warehouse, packed.name).checkpoint
@@ -160,7 +164,7 @@ def unpack(
     with (
         original_named(record, warehouse.packs.path(record.pack_id)),
         _beside(target, record) as staged,
-        _Original(warehouse, record, progress) as original,
+        Original(warehouse, record, progress) as original,
     ):
         for number, file in enumerate(record.files):
             original.write(number, staged / file.path)
@@ -195,7 +199,7 @@ def _not_moved(warehouse: Warehouse, name: str, checkpoint: Checkpoint) -> NotFo
     )
 
 
-class _Original:
+class Original:
     """The files of a replaced expert, made from its pack, its base and what stays of it."""
 
     def __init__(self, warehouse: Warehouse, record: Replaced, progress: Progress | None) -> None:
@@ -212,7 +216,7 @@ class _Original:
         nbytes = sum(f.nbytes for f in record.files)
         self._task = (progress or Silent()).task(f"unpack {record.name}", nbytes)
 
-    def __enter__(self) -> _Original:
+    def __enter__(self) -> Original:
         self._advance = self._task.__enter__()
         return self
 
@@ -267,16 +271,18 @@ def _moved(record: Replaced, *, before: bool = False) -> Moved:
 def _move(record: Replaced) -> None:
     """Rename the folder; across file systems copy it, compare the copy, and remove it.
 
-    If a copy is there, compare that. Raises MergePipeError for other files there.
+    If a copy is there, compare that. Raises MergePipeError for other files there, and for files
+    that came into the expert's folder since it was recorded: these stay.
     """
     root, target = Path(record.root), Path(record.cold)
     if target.exists():
         refuse_other_files(record)
-        _remove(root, target)
+        _remove(record)
         return
     make_dirs(target.parent)
     try:
         rename(root, target)
+        refuse_unrecorded(record, target, unrecorded(record, target))
         return
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
@@ -292,21 +298,43 @@ def _move(record: Replaced) -> None:
         _finish_folders(staged, record)
         if not publish_dir(staged, target):
             raise taken(target, "--cold")
-    _remove(root, target)
+    _remove(record)
 
 
-def _remove(root: Path, target: Path) -> None:
-    """Remove the folder of files that are in `target` now. Raises MergePipeError if any stays."""
-    make_removable(root)
-    remove_tree(root)
-    if root.exists():
-        raise MergePipeError(
-            "The folder of an expert that was moved away cannot be removed whole",
-            where=str(root),
-            expected=f"nothing: all of its files are in {target}",
-            found=", ".join(sorted(p.name for p in root.rglob("*"))[:4]) or "an empty folder",
-            next_step="remove what stays there; until then the expert cannot be read",
-        )
+def _remove(record: Replaced) -> None:
+    """Remove an expert's files, which are in cold storage now, and nothing else from its folder.
+
+    That gets another name first, so that nobody finds it to write there. Raises MergePipeError if
+    it holds anything that the record does not; that stays.
+    """
+    aside = _aside(record)
+    _clear(record)
+    rename(record.root, aside)
+    refuse_unrecorded(record, aside, unrecorded(record, aside))
+    _clear(record)
+
+
+def _aside(record: Replaced) -> Path:
+    """The name of an expert's folder while its files are removed."""
+    root = Path(record.root)
+    return root.with_name(f".{root.name}.{record.checkpoint_id[:8]}.moved")
+
+
+def _clear(record: Replaced) -> None:
+    """Remove recorded files one by one from the folder that `_remove` or a killed one renamed."""
+    aside = _aside(record)
+    if not aside.exists():
+        return
+    make_removable(aside)
+    for file in record.files:
+        if is_recorded(file, aside / file.path):
+            remove_tree(aside / file.path)
+    for folder in reversed(record.folders):  # what lies in a folder comes before it
+        with suppress(OSError):  # it is not empty
+            (aside / folder.path).rmdir()
+    if aside.exists():
+        left = sorted(path.relative_to(aside).as_posix() for path in aside.rglob("*"))
+        refuse_unrecorded(record, aside, left or ["."])
 
 
 @contextmanager

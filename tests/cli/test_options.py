@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from mergepipe_pipeline.cli.bars import JsonLines
 from mergepipe_pipeline.cli.common import Console, options, verb
 from mergepipe_pipeline.cli.main import main
+from mergepipe_pipeline.warehouse import Warehouse
 
 
 @click.command()
@@ -153,3 +154,32 @@ def test_other_slips_are_told_as_before() -> None:
     result = CliRunner().invoke(main, ["merge", "r.yml", "--budgt", "5%"])
     assert "No such option" in result.stderr
     assert "mergekit" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("gc", "--older-than", "1e300"),
+        ("gc", "--older-than", "nan"),
+        ("gc", "--keep-versions", "9" * 400),
+        ("gc", "--keep-versions", "9" * 5000),
+        ("gc", "--keep-versions", "²"),
+        ("sql", "select 1", "--timeout", "9" * 30),
+        ("rollback", "live", "--to", "-" + "9" * 30),
+        ("merge", "{recipe}", "--memory", "9" * 30),
+        ("merge", "{recipe}", "--cache-limit", "9" * 5000),
+        ("merge", "{recipe}", "--budget", "9" * 5000),
+        ("merge", "{recipe}", "--device", "cuda:" + "9" * 5000),
+        ("explain", "live@" + "9" * 5000),
+        ("explain", "live@٣"),
+    ],
+)
+def test_no_number_of_an_argument_is_a_defect(
+    home: Warehouse, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    recipe = tmp_path / "r.yml"
+    recipe.write_text("merge_method: linear\nmodels: [{model: a, parameters: {weight: 1}}]\n")
+    home.refs.publish("live", "f" * 24, "by hand")
+    given = [w.format(recipe=recipe) for w in words]
+    done = CliRunner().invoke(main, [*given, "--home", str(home.root)])
+    assert done.exit_code not in (0, 1, 70), done.output

@@ -47,6 +47,21 @@ def test_a_name_with_two_addresses_of_which_one_is_occupied_is_refused(
     assert "Address already in use" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("host", "is_said"),
+    [("127.0.0.1", False), ("localhost", False), ("127.0.0.9", False), ("0.0.0.0", True)],
+)
+def test_an_address_that_other_machines_may_reach_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, is_said: bool
+) -> None:
+    pytest.importorskip("dagster_webserver")
+    monkeypatch.setattr(os, "execve", lambda *words: None)
+    words = ["--home", str(tmp_path / "w"), "ui", "--host", host, "--port", str(free_port())]
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 0, done.output
+    assert ("has no login" in done.stderr) == is_said
+
+
 def test_the_settings_are_those_of_the_instance_that_the_environment_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

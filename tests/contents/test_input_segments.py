@@ -12,6 +12,7 @@ from typing import Literal
 import pytest
 
 from mergepipe_pipeline.contents import tensor_digests
+from mergepipe_pipeline.contents.places import Places, place_of
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.engine.sources import SourcePool
 from mergepipe_pipeline.errors import CorruptionError
@@ -49,6 +50,14 @@ def flip(root: Path, tensor: str, at: float, bit: int = 3) -> None:
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ (1 << bit)]))
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def believe(home: Warehouse, root: Path) -> None:
+    """Take files for what was read there: a disk that rots changes no time that a system keeps."""
+    checkpoint = open_checkpoint(str(root), "x")
+    place = place_of(home, checkpoint)
+    assert place is not None
+    Places(home, checkpoint.checkpoint_id).add(place, str(root))
 
 
 @pytest.fixture
@@ -91,6 +100,7 @@ def test_a_bit_that_flips_after_the_analysis_is_named_and_nothing_is_merged_from
         if plan.sources[e.view.stored[0].source] == source and e.view.numel > 20000
     )
     flip(Path(source.root), name, 0.3)
+    believe(home, Path(source.root))
     with pytest.raises(CorruptionError, match="not those that were analysed") as error:
         run(home, text, window_elems=window_elems)
     assert name in str(error.value)
@@ -141,6 +151,7 @@ def test_under_a_budget_exactly_the_flips_in_what_is_read_are_seen(
             flip(Path(root), e.view.name, at)
             continue
         shutil.rmtree(home.actions_dir, ignore_errors=True)
+        believe(home, Path(root))
         if is_read:
             seen += 1
             with pytest.raises(CorruptionError, match="not those that were analysed"):
@@ -174,6 +185,7 @@ def test_an_expert_is_not_analysed_against_a_base_that_changed_since(
     run(home, recipe(inputs, "ties", METHODS["ties"]))
     largest = max(open_checkpoint(str(inputs / "base"), "b").tensors, key=lambda t: t.nbytes)
     flip(inputs / "base", largest.name, 0.1)
+    believe(home, inputs / "base")
     text = recipe(inputs, "ties", METHODS["ties"]).replace("expert_01", "expert_03")
     with pytest.raises(CorruptionError, match=largest.name):
         run(home, text)
@@ -189,6 +201,7 @@ def test_numbers_that_planning_measures_come_from_verified_bytes(
     run(home, recipe(inputs, "ties", METHODS["ties"]))
     largest = max(open_checkpoint(str(inputs / "base"), "b").tensors, key=lambda t: t.nbytes)
     flip(inputs / "expert_01", largest.name, 0.1)
+    believe(home, inputs / "expert_01")
     for text in (
         recipe(inputs, "model_stock", ""),
         recipe(inputs, "breadcrumbs", "{weight: 0.5, density: 0.5, gamma: 0.1, rescale: true}"),

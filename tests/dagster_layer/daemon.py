@@ -23,7 +23,7 @@ import dagster as dg
 import yaml
 from dagster import DagsterRunStatus as Status
 
-from mergepipe_pipeline.assets.experts import expert_index
+from mergepipe_pipeline.assets.experts import EXPERT_INDEX
 from mergepipe_pipeline.warehouse import Warehouse
 
 P = ParamSpec("P")
@@ -34,8 +34,7 @@ QUICK = REPOSITORY / "tests" / "quick_daemon"
 ACTIVE = (Status.QUEUED, Status.NOT_STARTED, Status.STARTING, Status.STARTED, Status.CANCELING)
 _STEP_START = dg.DagsterEventType.STEP_START
 _LAUNCHED = dg.DagsterEventType.PIPELINE_STARTING
-_WORKSPACE = ("-w", str(REPOSITORY / "workspace.yaml"))
-_DAEMON = (sys.executable, "-m", "dagster._daemon", "run", *_WORKSPACE)
+_DAEMON = (sys.executable, "-m", "dagster._daemon", "run", "-w")
 
 
 def asks_again(look: Callable[P, T]) -> Callable[P, T]:
@@ -60,8 +59,8 @@ def asks_again(look: Callable[P, T]) -> Callable[P, T]:
 
 
 class Daemon:
-    """Starts, kills and asks one daemon; `ui` starts it with the UI on a free port: by `dg dev`, or
-    by `mergepipe ui`.
+    """Starts, kills and asks one daemon over a `workspace`; `ui` starts it with the UI on a free
+    port: by `dg dev`, or by `mergepipe ui`.
     """
 
     def __init__(
@@ -71,6 +70,7 @@ class Daemon:
         ui: Literal["dg", "mergepipe"] | None = None,
         environment: dict[str, str] | None = None,
     ) -> None:
+        self.workspace = REPOSITORY / "workspace.yaml"
         self.home, self.folder, self._ui = home, home.root / "dagster", ui
         self.folder.mkdir(exist_ok=True)
         self.port = free_port()
@@ -109,7 +109,7 @@ class Daemon:
     def start(self) -> None:
         """Start the processes; what they say goes to `log`."""
         address = ("--host", "127.0.0.1", "--port", str(self.port))
-        command = (*_WITH_UI[self._ui](), *address) if self._ui else _DAEMON
+        command = (*_WITH_UI[self._ui](), *address) if self._ui else (*_DAEMON, str(self.workspace))
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 command,
@@ -165,7 +165,7 @@ class Daemon:
     @asks_again
     def indexed(self) -> set[str]:
         """The experts that have been indexed."""
-        return self._view.get_materialized_partitions(expert_index.key)
+        return self._view.get_materialized_partitions(EXPERT_INDEX)
 
     @asks_again
     def skips(self, sensor: str, limit: int | None = 20) -> list[str]:
@@ -189,9 +189,9 @@ class Daemon:
         ]
 
     @asks_again
-    def begun(self) -> list[str]:
+    def begun(self, job: str | None = None) -> list[str]:
         """The runs that execute a step now, by id."""
-        runs = self._view.get_runs(dg.RunsFilter(statuses=[Status.STARTED]))
+        runs = self._view.get_runs(dg.RunsFilter(job_name=job, statuses=[Status.STARTED]))
         return [r.run_id for r in runs if self._view.all_logs(r.run_id, of_type=_STEP_START)]
 
     def wait_for(
@@ -264,7 +264,7 @@ def dev_command() -> tuple[str, ...]:
     """What starts daemon, webserver and code server: `dg dev`, or `dagster dev` without `dg`."""
     program = dg_program()
     if program is None:
-        return (sys.executable, "-m", "dagster", "dev", *_WORKSPACE)
+        return (sys.executable, "-m", "dagster", "dev", "-w", str(REPOSITORY / "workspace.yaml"))
     return (program, "dev", "--target-path", str(REPOSITORY))
 
 

@@ -23,6 +23,7 @@ from mergepipe_pipeline.verbs.deploy import CURRENT
 from mergepipe_pipeline.verbs.publish import history
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.conftest import Drop
+from tests.dagster_layer.guests import origins
 from tests.dagster_layer.test_experts import jobs, sum_of
 
 pytestmark = [pytest.mark.waits, pytest.mark.filterwarnings("ignore::Warning")]
@@ -129,7 +130,7 @@ def test_a_run_that_was_made_and_not_queued_ends_and_is_asked_for_again(
     config = {"ops": {"index_several": {"config": {"experts": ["base"]}}}}
     made = [
         sensor.instance.create_run_for_job(merge, tags=request.tags),
-        sensor.instance.create_run_for_job(burst, run_config=config),
+        sensor.instance.create_run_for_job(burst, run_config=config, **origins("index_burst")),
     ]
     assert "a: a run is under way" in sensor.tick()[1]
     mergepipe = MergePipe(home=str(sensor.home.root))
@@ -148,6 +149,7 @@ def test_a_run_of_somebodys_choice_of_assets_is_waited_for(sensor: Sensor) -> No
     sensor.instance.create_run_for_job(
         defs.resolve_implicit_global_asset_job_def(),
         asset_selection=frozenset([dg.AssetKey(["a", "plan"])]),
+        **origins("__ASSET_JOB"),
     )
     requests, said = sensor.tick()
     assert not requests
@@ -171,13 +173,13 @@ def test_an_idle_tick_counts_many_recipes_that_are_current_and_tells_of_few_othe
         sensor.home.recipe_path(f"a{n}").write_text(sum_of("base", "expert_00"))
     _, said = sensor.tick()
     first, last = said.splitlines()
-    assert first.startswith("b: ")
-    assert last == f"{MAX_LINES + 1} recipes: the release is current"
+    assert first.startswith("• b: ")
+    assert last == f"• {MAX_LINES + 1} recipes: the release is current"
     for n in range(MAX_LINES):
         sensor.home.recipe_path(f"a{n}").write_text("- no recipe\n")
     lines = sensor.tick()[1].splitlines()
     assert len(lines) == MAX_LINES + 2
-    assert lines[-2:] == ["1 more", "1 recipes: the release is current"]
+    assert lines[-2:] == ["• 1 more", "• 1 recipes: the release is current"]
 
 
 def test_pauses_grow_to_an_hour_and_the_fault_says_how_often_the_same_is_tried() -> None:
@@ -216,7 +218,7 @@ def test_a_merge_waits_until_the_daemon_knows_its_job_and_no_longer_if_the_clock
     loaded = runpy.run_module("mergepipe_pipeline.definitions")["defs"].get_repository_def()
     monkeypatch.setattr(time, "time", lambda: now_s() - 86400)
     # The first tick began before this process took over, however long it took to load.
-    assert sensor.tick(repository=loaded)[1].startswith("a: its definitions are being loaded")
+    assert "a: its definitions are being loaded" in sensor.tick(repository=loaded)[1]
     time.sleep(0.5)
     requests, said = sensor.tick(repository=loaded)
     assert [r.job_name for r in requests] == ["merge_a"], said

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mergepipe_pipeline.assets.experts import experts_of
 from mergepipe_pipeline.definitions import build_definitions
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.tick import Ticker
@@ -52,7 +53,7 @@ def released(
 ) -> Ticker:
     """A copy of the warehouse `first_release` under an instance that knows its experts."""
     shutil.copytree(first_release.root, home.root, dirs_exist_ok=True)
-    instance.add_dynamic_partitions("experts", list(NAMES))
+    instance.add_dynamic_partitions(experts_of(home).name or "", list(NAMES))
     return ticker
 
 

@@ -16,6 +16,7 @@ from mergepipe_pipeline.assets.experts import EXPERTS_TAG
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.conftest import Drop
 from tests.dagster_layer.daemon import Daemon, asks_again, most_at_once, running_daemon
+from tests.dagster_layer.guests import Team, made_long_ago, workspace_of_two
 
 pytestmark = [pytest.mark.waits, pytest.mark.filterwarnings("ignore::Warning")]
 _RETRY_S = 1
@@ -49,23 +50,45 @@ def test_a_cancelled_run_loses_no_expert_and_a_power_loss_leaves_no_run_started(
     home: Warehouse, drop: Drop
 ) -> None:
     drop("base")
-    with running_daemon(home, MERGEPIPE_INBOX_RETRY_S="2") as daemon:
+    daemon = Daemon(home, environment={"MERGEPIPE_INBOX_RETRY_S": "2"})
+    daemon.workspace = workspace_of_two(home.root.parent)
+    with daemon.instance as instance:
+        team = Team.settle(instance)
+        old = made_long_ago(instance, "collect", Status.SUCCESS, "mergepipe")
+    try:
+        daemon.start()
         (first,) = daemon.wait_for(
             "a queued run", lambda: daemon.runs("index_experts", Status.QUEUED), every_s=0.05
         )
         with daemon.instance as instance:
             assert instance.run_coordinator.cancel_run(first.run_id)
-        (lost,) = daemon.wait_for("a second run, in its step", daemon.begun, every_s=0.05)
+        (lost,) = daemon.wait_for(
+            "a second run, in its step", lambda: daemon.begun("index_experts"), every_s=0.05
+        )
         daemon.kill()
-        assert [r.run_id for r in daemon.runs(None, Status.STARTED)] == [lost]
+        assert [r.run_id for r in daemon.runs("index_experts", Status.STARTED)] == [lost]
         daemon.start()
-        daemon.wait_for("its end", lambda: not daemon.runs(None, Status.STARTED), seconds=60)
+        daemon.wait_for(
+            "its end", lambda: not daemon.runs("index_experts", Status.STARTED), seconds=60
+        )
         daemon.wait_for("a third run", lambda: daemon.partitions(Status.SUCCESS) == ["base"])
         *lost_ones, last = [run.status for run in daemon.runs("index_experts")]
         assert last is Status.SUCCESS
         # The queue may let the first run go in the moment in which it is cancelled.
         assert lost_ones[-1] is Status.FAILURE
         assert lost_ones[:-1] in ([], [Status.CANCELED], [Status.FAILURE])
+        another_team_has_what_it_had_and_our_old_run_is_gone(daemon, team, old)
+    finally:
+        daemon.kill()
+
+
+def another_team_has_what_it_had_and_our_old_run_is_gone(
+    daemon: Daemon, team: Team, old: str
+) -> None:
+    daemon.wait_for("the team's training", lambda: daemon.runs("train", Status.SUCCESS)[1:])
+    with daemon.instance as instance:
+        assert team.lost(instance) == []
+        assert instance.get_run_by_id(old) is None
 
 
 def test_many_that_land_at_once_obey_their_pool_and_one_that_fails_is_quarantined(

@@ -11,7 +11,7 @@ from pathlib import Path
 import dagster as dg
 import pytest
 
-from mergepipe_pipeline.assets.experts import expert_index
+from mergepipe_pipeline.assets.experts import EXPERT_INDEX
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.verbs.deploy import last_release
@@ -20,6 +20,7 @@ from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.verbs.replace import move_to_cold, unpack
 from mergepipe_pipeline.warehouse import Warehouse
+from tests.dagster_layer.conftest import known_experts
 from tests.dagster_layer.test_attempts import Sensor
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
@@ -30,13 +31,13 @@ def test_a_deleted_expert_leaves_the_partitions_and_its_recipe_waits_until_it_is
 ) -> None:
     recipes = Sensor(home, instance)
     ticker.reasons()
-    assert set(instance.get_dynamic_partitions("experts")) == {"base", "expert_01"}
+    assert set(known_experts(instance, home)) == {"base", "expert_01"}
     assert len(recipes.tick()[0]) == 1
     folder, aside = home.inbox / "expert_01", home.root / "aside"
     folder.rename(aside)
     assert "left the inbox: expert_01" in ticker.reasons()[0]
-    assert instance.get_dynamic_partitions("experts") == ["base"]
-    (record,) = instance.fetch_observations(expert_index.key, 9).records
+    assert known_experts(instance, home) == ["base"]
+    (record,) = instance.fetch_observations(EXPERT_INDEX, 9).records
     observation = record.asset_observation
     assert observation is not None
     assert (observation.partition, observation.description) == ("expert_01", "It left the inbox.")
@@ -46,7 +47,7 @@ def test_a_deleted_expert_leaves_the_partitions_and_its_recipe_waits_until_it_is
         assert "n: expert_01 is gone: nothing lies at " in said
     aside.rename(folder)
     ticker.reasons()
-    assert set(instance.get_dynamic_partitions("experts")) == {"base", "expert_01"}
+    assert set(known_experts(instance, home)) == {"base", "expert_01"}
     assert len(recipes.tick()[0]) == 1
 
 
@@ -63,7 +64,7 @@ def test_an_expert_in_cold_storage_stays_a_partition_and_its_recipe_is_released(
     (made,) = pack(home, ["expert_01"], base="base")
     shutil.rmtree(move_to_cold(home, made, tmp_path / "cold").cold)
     assert "left the inbox" not in ticker.reasons()[0]
-    assert set(instance.get_dynamic_partitions("experts")) == {"base", "expert_01"}
+    assert set(known_experts(instance, home)) == {"base", "expert_01"}
     assert [run["success"] for run in ticker.tick()] == [True]
     release = last_release(home, recipe_file.name)
     other = Warehouse.at(tmp_path / "other").ensure()

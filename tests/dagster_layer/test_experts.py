@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mergepipe_pipeline.assets.experts import expert_index
+from mergepipe_pipeline.assets.experts import EXPERT_INDEX, build_expert_index, experts_of
 from mergepipe_pipeline.contents.tensor_digests import content_of
 from mergepipe_pipeline.definitions import build_definitions
 from mergepipe_pipeline.tick import Ticker
@@ -214,12 +214,12 @@ def test_a_backfill_of_experts_is_one_run_in_which_one_that_fails_stops_no_other
     for name in names:
         drop(name, "base" if name == "broken" else name)
     (home.inbox / "broken" / "model.safetensors").write_bytes(b"no header")
-    instance.add_dynamic_partitions("experts", names)
-    policy = expert_index.backfill_policy
+    instance.add_dynamic_partitions(experts_of(home).name or "", names)
+    policy = build_expert_index(experts_of(home)).backfill_policy
     assert policy is not None
     assert policy.max_partitions_per_run is None
     job = build_definitions(home).resolve_implicit_global_asset_job_def()
-    result = job.get_subset(asset_selection={expert_index.key}).execute_in_process(
+    result = job.get_subset(asset_selection={EXPERT_INDEX}).execute_in_process(
         # As the daemon's backfill asks for partitions that follow one another.
         tags={"dagster/asset_partition_range_start": "base"}
         | {"dagster/asset_partition_range_end": "expert_00"},
@@ -228,9 +228,11 @@ def test_a_backfill_of_experts_is_one_run_in_which_one_that_fails_stops_no_other
     )
     (failed,) = [e for e in result.all_events if e.is_step_failure]
     assert "broken: A safetensors header" in str(failed.step_failure_data.error)
-    assert instance.get_materialized_partitions(expert_index.key) == {"base", "expert_00"}
+    assert instance.get_materialized_partitions(EXPERT_INDEX) == {"base", "expert_00"}
     for name in ("base", "expert_00"):
-        found = instance.get_latest_data_version_record(expert_index.key, partition_key=name)
+        found = instance.get_latest_data_version_record(EXPERT_INDEX, partition_key=name)
         assert found is not None
-        version = found.asset_materialization.tags["dagster/data_version"]
+        made = found.asset_materialization
+        assert made is not None
+        version = (made.tags or {})["dagster/data_version"]
         assert version == content_of(home.catalog, home.catalog.get(name).checkpoint)

@@ -10,6 +10,7 @@ from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.execution.plan_leases import lease_recipe
 from mergepipe_pipeline.sensors.attempts import failed_attempts
 from mergepipe_pipeline.warehouse import Warehouse
+from tests.dagster_layer.guests import ours_of
 from tests.dagster_layer.test_changed_inputs import replace_shard
 from tests.dagster_layer.test_release import materialise
 
@@ -45,7 +46,7 @@ def test_a_failed_run_is_tried_again_unless_its_cause_would_come_again(
     failure_of(home, instance, "plan")
     home.current_plan_path("n").write_text("{}")
     failure_of(home, instance, "report")
-    busy, changed, damaged = failed_attempts(instance, {})
+    busy, changed, damaged = failed_attempts(ours_of(home, instance), {})
     assert (busy.fault, busy.number) == (Fault.SURROUNDINGS, 1)
     assert busy.error.startswith("Somebody else works on this recipe. Where: n. Found process ")
     assert (changed.fault, changed.number) == (Fault.SURROUNDINGS, 2)

@@ -9,7 +9,7 @@ from mergepipe_pipeline.definitions import build_definitions
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.verbs.publish import history
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.dagster_layer.conftest import Drop
+from tests.dagster_layer.conftest import Drop, plain, records_of, shown
 from tests.dagster_layer.test_attempts import Sensor
 from tests.dagster_layer.test_experts import jobs
 from tests.dagster_layer.test_release import error_of, materialise
@@ -19,23 +19,15 @@ pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 EVALUATION = dg.AssetKey(["n", "evaluation"])
 
 
-def metadata_of(instance: dg.DagsterInstance) -> dict[str, object]:
-    """What the UI shows of the last evaluation."""
-    event = instance.get_latest_materialization_event(EVALUATION)
-    assert event is not None
-    assert event.asset_materialization is not None
-    return {k: v.value for k, v in event.asset_materialization.metadata.items()}
-
-
-def refusal_of(instance: dg.DagsterInstance) -> str:
-    """What the check says that failed last."""
+def refusal_of(instance: dg.DagsterInstance) -> dg.AssetCheckEvaluation:
+    """The check that failed last."""
     key = dg.AssetCheckKey(EVALUATION, "gate")
     found = instance.event_log_storage.get_latest_asset_check_execution_by_key([key])[key].event
     assert found is not None
     assert found.dagster_event is not None
     check = found.dagster_event.asset_check_evaluation_data
     assert not check.passed
-    return check.description or ""
+    return check
 
 
 def test_a_worse_version_never_reaches_the_ref_and_a_mended_one_does_by_itself(
@@ -45,22 +37,33 @@ def test_a_worse_version_never_reaches_the_ref_and_a_mended_one_does_by_itself(
         drop(name)
     standing(home, "n")
     assert jobs(ticker.tick()) == ["base", "expert_00", "merge_n"]
-    shown = metadata_of(instance)
-    assert shown["evaluator"] == "python eval.py"
-    assert 0 < float(str(shown["largest"])) < 1
-    assert str(shown["log"]).endswith(".log")
+    told = shown(instance, "n", "evaluation")
+    assert told["evaluator"] == "python eval.py"
+    assert 0 < float(str(told["largest"])) < 1
+    assert str(told["log"]).endswith(".log")
+    assert shown(instance, "n", "release")["what changed"] == "the first version of n"
 
     set_weight(home.inbox / "expert_00", 8.0)
     indexed, merged = ticker.tick()
     assert (indexed["success"], merged["success"]) == (True, False)
-    assert metadata_of(instance)["largest"] == 4.0
+    assert shown(instance, "n", "evaluation")["largest"] == 4.0
     assert [r.number for r in history(home, "n")] == [1]
     assert ticker.tick() == []
-    told = next(reason for reason in ticker.reasons() if "n: snapshot" in reason)
-    assert "is refused: largest is 4, 0.07" in told
-    assert "n stays as it is, until" in told
+    reason = next(reason for reason in ticker.reasons() if "n: snapshot" in reason)
+    assert "is refused: largest is 4, 0.07" in reason
+    assert "n stays as it is, until" in reason
+    (row,) = records_of(shown(instance, "pipeline_status")["recipes"])
+    assert (row["recipe"], row["state"]) == ("n", "refused")
+    assert "largest is 4" in str(row["why"])
+    assert "mergepipe bisect n" in str(row["next"])
 
-    assert "largest is 4" in refusal_of(instance)
+    refusal = refusal_of(instance)
+    assert "largest is 4" in str(refusal.description)
+    figures = plain(refusal.metadata)
+    live = float(str(figures["largest: live"]))
+    assert (figures["largest"], figures["largest: max"]) == (4.0, 1.0)
+    assert figures["largest: max rise"] == pytest.approx(1.5 * live)
+    assert [row["met"] for row in records_of(figures["thresholds"])] == ["NO", "NO"]
     alone = materialise(home, instance, "release")
     assert "snapshot" in error_of(alone)
     assert "is refused: largest is 4" in error_of(alone)
@@ -69,6 +72,18 @@ def test_a_worse_version_never_reaches_the_ref_and_a_mended_one_does_by_itself(
     set_weight(home.inbox / "expert_00", 0.02)
     assert jobs(ticker.tick()) == ["expert_00", "merge_n"]
     assert [r.number for r in history(home, "n")] == [1, 2]
+    told = shown(instance, "n", "release")
+    assert str(told["what changed"]).startswith(
+        "since version 1: expert_00 changed from version 1 to version 3; 1 of "
+    )
+    rows = {row[""]: row for row in records_of(told["figures"])}
+    assert rows["largest"]["version 1"] == f"{live:.10g}"
+    assert rows["largest"]["version 2"] == f"{told['largest']:.10g}"
+    assert rows["predicted loss"]["version 2"] == "0.0 %"
+    assert ticker.tick() == []
+    ticker.reasons()
+    (row,) = records_of(shown(instance, "pipeline_status")["recipes"])
+    assert row["state"] == "current"
 
 
 def test_an_evaluator_that_failed_for_good_is_asked_again_once_it_is_mended(

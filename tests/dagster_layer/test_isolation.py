@@ -13,6 +13,7 @@ import dagster as dg
 import pytest
 
 from mergepipe_pipeline import definitions
+from mergepipe_pipeline.assets.experts import experts_of
 from mergepipe_pipeline.assets.metadata import markdown_table
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.tick import Ticker
@@ -124,7 +125,7 @@ def test_the_file_name_in_an_experts_problem_is_shown_letter_by_letter(
 ) -> None:
     (home.inbox / "x").mkdir()
     (home.inbox / "x" / "<b>.safetensors").write_bytes(b"no header")
-    instance.add_dynamic_partitions("experts", ["x"])
+    instance.add_dynamic_partitions(experts_of(home).name or "", ["x"])
     job = definitions.build_definitions(home).resolve_job_def("index_experts")
     job.execute_in_process(instance=instance, partition_key="x", raise_on_error=False)
     (record,) = instance.fetch_observations(dg.AssetKey("expert_index"), 1).records

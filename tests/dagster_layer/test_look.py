@@ -5,14 +5,19 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import dagster as dg
 import pytest
 
 from mergepipe_pipeline.assets.labels import owners
+from mergepipe_pipeline.assets.status import changed_status
 from mergepipe_pipeline.definitions import build_definitions
+from mergepipe_pipeline.deploy.faults import Fault
+from mergepipe_pipeline.deploy.recipe_files import RecipeFile
+from mergepipe_pipeline.deploy.retry import Attempt
+from mergepipe_pipeline.deploy.standing import failing, standing
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.tick import Ticker
@@ -20,7 +25,7 @@ from mergepipe_pipeline.verbs.audit import audit_budget
 from mergepipe_pipeline.verbs.deploy import current_plan
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.dagster_layer.conftest import Drop
+from tests.dagster_layer.conftest import Drop, records_of, shown
 from tests.dagster_layer.test_experts import jobs, sum_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
@@ -141,14 +146,14 @@ def test_an_expert_leads_to_its_recipes_and_a_snapshot_to_its_manifest_and_input
     home.recipe_path("a").write_text(sum_of("base", "expert_00"))
     ticker.tick()
 
-    def told(*key: str) -> dict[str, object]:
-        event = instance.get_latest_materialization_event(dg.AssetKey(key))
-        assert event is not None
-        assert event.asset_materialization is not None
-        return {k: v.value for k, v in event.asset_materialization.metadata.items()}
-
-    assert "tag%3A%22expert%2Fexpert_00%22" in str(told("expert_index")["used by"])
-    snapshot, release = told("a", "snapshot"), told("a", "release")
+    assert "tag%3A%22expert%2Fexpert_00%22" in str(shown(instance, "expert_index")["used by"])
+    snapshot, release, report = (
+        shown(instance, "a", asset) for asset in ("snapshot", "release", "report")
+    )
+    first = records_of(report["read of each expert"])[0]
+    assert set(first) == {"layer", "expert_00"}
+    assert " of " in str(first["expert_00"])
+    assert report.keys() & shown(instance, "a", "plan").keys() == {"plan id"}
     assert Path(str(snapshot["manifest"])).is_file()
     assert "](/assets/expert_index?view=partitions&partition=expert_00)" in str(snapshot["inputs"])
     assert release["snapshot"] == dg.AssetKey(["a", "snapshot"])
@@ -164,6 +169,70 @@ def test_an_expert_leads_to_its_recipes_and_a_snapshot_to_its_manifest_and_input
         measured := {words for words in shown_keys(instance) if "seconds" in words}
     )
     assert ("seconds",) not in measured
+
+
+def test_an_empty_warehouse_says_what_to_do_first(
+    home: Warehouse, ticker: Ticker, instance: dg.DagsterInstance
+) -> None:
+    land = (
+        f"put a model's folder into {home.inbox} or run `mergepipe --home {home.root} land MODEL`"
+    )
+    write = f"write a recipe to {home.recipes}/NAME.yml"
+    first = f"The warehouse {home.root} is empty: first {land}, then {write}"
+    assert ticker.reasons() == [first, first]
+    assert shown(instance, "pipeline_status")["what to do first"] == first
+    told = dict(described(home))
+    for asset in ("expert_index", "pipeline_status"):
+        assert f"{home.inbox} or run \\`mergepipe" in str(told[asset])
+    home.recipe_path("n").write_text(sum_of("base", "expert_00"))
+    assert f"There is no model yet: {land}" in ticker.reasons()
+
+
+def test_the_status_says_where_recipes_are_and_is_written_only_when_that_changes(
+    known: Warehouse, ticker: Ticker, instance: dg.DagsterInstance
+) -> None:
+    known.recipe_path("x").write_text("merge_method: none\n")
+    written = [ticker.reasons() and versions(instance) for _ in range(3)]
+    assert written == [1, 1, 1]
+    rows = {row["recipe"]: row for row in records_of(shown(instance, "pipeline_status")["recipes"])}
+    assert rows["a"]["state"] == "waiting"
+    assert rows["a"]["next"] == "it goes on by itself once that is over"
+    assert rows["x"]["state"] == "cannot be used"
+    assert str(rows["x"]["why"]).startswith("1. models: this key is required and missing")
+    assert "2. line 1, merge_method: unknown" in str(rows["x"]["why"])
+    assert rows["x"]["next"] == "correct all of these; nothing was read or written."
+    before = rows["a"]["since"]
+    known.recipe_path("x").unlink()
+    ticker.reasons()
+    assert versions(instance) == 2
+    rows = {row["recipe"]: row for row in records_of(shown(instance, "pipeline_status")["recipes"])}
+    assert "x" not in rows
+    assert rows["a"]["since"] == before
+
+
+def versions(instance: dg.DagsterInstance) -> int:
+    """How often the status was written."""
+    key = dg.AssetKey("pipeline_status")
+    return len(instance.fetch_materializations(key, limit=100).records)
+
+
+def test_a_status_of_many_recipes_stays_small_and_shows_first_what_is_not_current(
+    recipe_file: RecipeFile, instance: dg.DagsterInstance
+) -> None:
+    states = {f"r{n:03d}": standing(recipe_file, "current", "c " * 2000) for n in range(500)}
+    states["z"] = failing(recipe_file, [Attempt(0.0, "it broke", Fault.UNKNOWN)], "in 30 s", 30.0)
+    (event,) = changed_status(instance, states, None, datetime(2026, 1, 2, tzinfo=UTC))
+    rows = records_of(event.metadata["recipes"])
+    assert len(rows) <= 60
+    assert len(str(rows)) < 30_000
+    assert event.metadata["recipes in all"].value == 501
+    assert dict(rows[0]) == {
+        "recipe": "z",
+        "state": "failing",
+        "why": "attempt 1 failed: it broke",
+        "since": "2026-01-02 00:00 UTC",
+        "next": "it is tried again at 00:00:30 UTC",
+    }
 
 
 def shown_keys(instance: dg.DagsterInstance) -> set[tuple[str, ...]]:

@@ -23,7 +23,7 @@ from mergepipe_pipeline.verbs.deploy import last_release
 from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.verbs.publish import history
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.dagster_layer.conftest import Drop
+from tests.dagster_layer.conftest import Drop, known_experts
 from tests.dagster_layer.daemon import running_daemon
 from tests.dagster_layer.test_attempts import Sensor
 from tests.dagster_layer.test_experts import sum_of
@@ -68,7 +68,7 @@ def test_a_recipe_whose_inputs_are_gone_for_five_attempts_is_merged_by_itself_wh
             assert not requests
             assert "n: expert_01 is gone: nothing lies at" in told
             ticker.reasons()
-            assert instance.get_dynamic_partitions("experts") == ["base"]
+            assert known_experts(instance, home) == ["base"]
         requests, told = recipes.tick(pause_s=1.0)
         assert not requests
         assert f"after {number} that failed, and so on until one works; the last: exp" in told

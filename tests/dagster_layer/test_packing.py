@@ -12,7 +12,7 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from mergepipe_pipeline.assets.experts import expert_index, experts
+from mergepipe_pipeline.assets.experts import build_expert_index, experts_of
 from mergepipe_pipeline.definitions import build_definitions
 from mergepipe_pipeline.deploy.arrivals import MAX_FAILURES, arrival, ask
 from mergepipe_pipeline.deploy.faults import Fault
@@ -22,13 +22,14 @@ from mergepipe_pipeline.deploy.recipe_files import recipe_files
 from mergepipe_pipeline.errors import DamagedPackError
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.sensors.attempts import failed_attempts
-from mergepipe_pipeline.sensors.inbox import inbox_sensor
+from mergepipe_pipeline.sensors.inbox import build_inbox_sensor
 from mergepipe_pipeline.storage.atomic import remove_tree
 from mergepipe_pipeline.verbs.deploy import plan_recipe
 from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.conftest import Drop
+from tests.dagster_layer.guests import ours_of
 from tests.dagster_layer.test_attempts import Sensor
 from tests.dagster_layer.test_experts import write_lora
 from tests.dagster_layer.test_outages import failure_of
@@ -59,9 +60,10 @@ def test_the_asset_packs_what_landed_and_reports_sizes(
     drop("base")
     drop("expert_00")
     index_arrival(home, "base", packs=True)
+    experts = experts_of(home)
     instance.add_dynamic_partitions(experts.name or "", ["expert_00"])
     done = dg.materialize(
-        [expert_index],
+        [build_expert_index(experts)],
         partition_key="expert_00",
         instance=instance,
         resources={"mergepipe": MergePipe(home=str(home.root), packs=True)},
@@ -75,7 +77,7 @@ def test_the_asset_packs_what_landed_and_reports_sizes(
     remove_tree(home.packs.path(pack_id))
     resource = MergePipe(home=str(home.root), inbox_quiet_s=0.0, inbox_retry_s=0.0, packs=True)
     with dg.build_sensor_context(instance, resources={"mergepipe": resource}) as context:
-        found: Any = inbox_sensor(context)
+        found: Any = build_inbox_sensor(experts)(context)
     (request,) = found.run_requests
     assert request.partition_key == "expert_00"
 
@@ -255,7 +257,7 @@ def test_a_frame_that_turns_out_to_be_damaged_ends_the_run_at_once_and_the_next_
     job = build_definitions(home).resolve_job_def("merge_r")
     told = failure_of(job, instance, request)
     assert "The pack of expert_00 is damaged, and was set aside" in told
-    (attempt,) = failed_attempts(instance, request.tags)
+    (attempt,) = failed_attempts(ours_of(home, instance), request.tags)
     assert attempt.fault is Fault.SURROUNDINGS
     assert due(home) == ["expert_00"]
     # As the message says, though nobody ever told the expert's base but the recipe.

@@ -13,7 +13,8 @@ from mergepipe_pipeline.definitions import build_definitions
 from mergepipe_pipeline.verbs.deploy import current_plan
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.dagster_layer.conftest import Drop
+from tests.dagster_layer.conftest import Drop, plain, records_of
+from tests.test_pictures import words_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 
@@ -37,7 +38,7 @@ def metadata_of(home: Warehouse, drop: Drop, text: str, not_finite: str = "") ->
     with dg.DagsterInstance.ephemeral() as instance:
         result = dg.materialize([asset], instance=instance, resources=graph.resources)
         (made,) = result.asset_materializations_for_node("a__plan")
-    return {name: value.value for name, value in made.metadata.items()}
+    return plain(made.metadata)
 
 
 def test_the_plan_shows_its_promises_its_curve_and_what_it_reads(
@@ -47,30 +48,41 @@ def test_the_plan_shows_its_promises_its_curve_and_what_it_reads(
     shown = metadata_of(home, drop, recipe)
     e = current_plan(home, "a").estimates
     assert shown["predicted error (L2)"] == pytest.approx(e.predicted_error, rel=1e-3)
-    assert list(shown)[:2] == ["method", "strategy"]
-    assert list(shown).index("error by budget, large") < list(shown).index("inputs")
+    keys = [key for key in shown if key != "warnings"]
+    assert keys[:2] == ["recipe", "in short"]
+    assert keys[2:5] == ["loss by budget", "loss by budget, all strategies", "budgets"]
+    assert str(shown["recipe"]).startswith(f"~~~yaml\n{recipe}")
+    assert e.predicted_error
+    assert e.update_norm
+    read, total = (f"{n / 1024:.3g}" for n in (e.expert_bytes_planned, e.expert_bytes_total))
+    lost = 100 * e.predicted_error / e.update_norm
+    assert shown["in short"] == f"reads {read} of {total} KiB, predicted to lose {lost:.0f} %"
     for name in ("predicted error (L2)", "error bound (share of the update)"):
         assert len(str(shown[name]).replace(".", "").lstrip("0")) <= 4
     # The UI shows longer Markdown after a click only.
-    assert len(str(shown["error by budget"])) < 1000
+    assert len(str(shown["loss by budget"])) < 1000
+    drawn = words_of(str(shown["loss by budget"]))
+    assert {"predicted loss, % of the update", "read of the experts, KiB"} <= drawn
+    assert any(word.startswith("this plan: ") for word in drawn)
     assert shown["margin of the predicted error (L2)"] == pytest.approx(
         e.predicted_margin, rel=1e-3
     )
     assert shown["error bound (L2)"] == pytest.approx(e.error_bound, rel=1e-3)
     assert shown["separate reads"] == e.reads
-    assert len(str(shown["budgets"]).splitlines()) == 2 + 15
-    for name in ("error by budget, large", "share read"):
+    assert len(records_of(shown["budgets"])) == 15
+    for name in ("loss by budget, all strategies", "share read"):
         match = re.fullmatch(r"!\[.+\]\(data:image/png;base64,([\w+/=]+)\)", str(shown[name]))
         assert match
         assert b64decode(match[1]).startswith(b"\x89PNG\r\n\x1a\n")
-        assert len(match[0]) < 100_000
+        assert len(match[0]) < 80_000
 
 
 def test_a_plan_without_a_base_has_no_curve(home: Warehouse, drop: Drop) -> None:
     shown = metadata_of(home, drop, "merge_method: linear\n")
-    assert "error by budget, large" not in shown
+    assert not any("loss by budget" in key for key in shown)
     assert "predicted error (L2)" not in shown
-    assert shown["expert GiB saved"] == 0
+    assert str(shown["in short"]).startswith("reads all of ")
+    assert "expert GiB saved" not in shown
     assert shown["budget GiB"] == "none"
 
 
@@ -82,4 +94,4 @@ def test_the_error_of_a_plan_over_an_expert_with_nan_is_said_to_be_unknown(
     for key in ("predicted error", "budgets"):
         assert shown[key] == "unknown: an expert holds NaN or infinity"
     assert "predicted error (L2)" not in shown
-    assert "error by budget, large" not in shown
+    assert not any("loss by budget" in key for key in shown)

@@ -16,11 +16,12 @@ import dagster as dg
 import pytest
 
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
+from mergepipe_pipeline.sensors.ours import Ours
 from mergepipe_pipeline.sensors.retention import delete_runs
 from mergepipe_pipeline.verbs.deploy import last_release
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.postgres import programs, running_server
-from tests.dagster_layer.test_retention import old_idle_ticks_of_sensors_go, whole
+from tests.dagster_layer.test_retention import TAGS, old_idle_ticks_of_sensors_go, whole
 
 pytest.importorskip("dagster_postgres", reason="needs the extra postgres")
 pytestmark = [
@@ -92,9 +93,9 @@ def test_a_release_its_events_and_the_ticks_are_kept_in_postgresql_until_they_ar
     assert not list(tmp_path.rglob("*.db")), "SQLite has nothing"
 
     for _ in range(2):
-        dg.materialize([whole], instance=instance)
-    assert delete_runs(instance, time.time() + 1) == 1
+        dg.materialize([whole], instance=instance, tags=TAGS)
+    assert delete_runs(Ours(instance, TAGS), time.time() + 1) == 1
     assert counted("select count(*) from runs") == 2
     assert instance.get_latest_materialization_event(released) is not None
     old_idle_ticks_of_sensors_go(instance)
-    assert counted("select count(*) from job_ticks") == 4
+    assert counted("select count(*) from job_ticks") == 8

@@ -88,7 +88,7 @@ UNUSABLE = {
 }
 
 #: Assets that are there without any recipe.
-OF_THE_WAREHOUSE = ("expert_index", "free_space")
+OF_THE_WAREHOUSE = ("expert_index", "free_space", "pipeline_status")
 
 
 def change(file: Path, wanted: str) -> None:

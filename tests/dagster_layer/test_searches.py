@@ -5,6 +5,7 @@ from __future__ import annotations
 import dagster as dg
 import pytest
 
+from mergepipe_pipeline.deploy.instance import identity_of, own_name
 from mergepipe_pipeline.sensors.failures import failure_of
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.verbs.register import register
@@ -34,7 +35,7 @@ def write(home: Warehouse, name: str = "mix", text: str = SEARCH + SMALL) -> Non
 
 def told(ticker: Ticker, name: str = "mix") -> str:
     """What the sensor says of a search."""
-    lines = [line for reason in ticker.reasons() for line in reason.splitlines()]
+    lines = [x.removeprefix("• ") for said in ticker.reasons() for x in said.splitlines()]
     return next(line for line in lines if line.startswith(f"{name}: "))
 
 
@@ -121,7 +122,7 @@ def test_a_search_whose_daemon_and_runs_are_killed_goes_on_by_itself_and_loses_n
         daemon.wait_for("refs", lambda: home.refs.names(), seconds=140)
         daemon.wait_for("quiet", lambda: not daemon.runs(None, *ACTIVE))
         with daemon.instance as instance:
-            assert most_at_once(instance)["search_mix"] == 2
+            assert most_at_once(instance)[own_name("search_mix", identity_of(home))] == 2
     assert numbers(home, "proposals") == numbers(home, "results") == proposed == {1, 2}
     assert len(log(home, "ended")) == len(set(log(home, "ended"))) == 2
 

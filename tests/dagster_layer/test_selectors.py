@@ -88,11 +88,11 @@ def test_what_no_selector_takes_changes_neither_definitions_nor_what_is_wanted(
 ) -> None:
     write(home, "match: chat-*, exclude: [chat-x*]")
     land(home, drop, base="base", chat_a="expert_00")
-    before = files_token([recipe_file_of(home)]), wanted(home, recipe_file_of(home))
+    before = files_token("", [recipe_file_of(home)]), wanted(home, recipe_file_of(home))
     land(home, drop, math="expert_01", chat_x1="expert_02")
-    assert (files_token([recipe_file_of(home)]), wanted(home, recipe_file_of(home))) == before
+    assert (files_token("", [recipe_file_of(home)]), wanted(home, recipe_file_of(home))) == before
     land(home, drop, chat_b="expert_00")
-    token, state = files_token([recipe_file_of(home)]), wanted(home, recipe_file_of(home))
+    token, state = files_token("", [recipe_file_of(home)]), wanted(home, recipe_file_of(home))
     assert token != before[0]
     assert state != before[1]
     shutil.rmtree(home.inbox / "chat-a")

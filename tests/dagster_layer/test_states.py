@@ -11,7 +11,7 @@ from dagster._core.storage.asset_check_execution_record import (
     AssetCheckExecutionRecordStatus as Status,
 )
 
-from mergepipe_pipeline.assets.experts import USABLE, expert_index
+from mergepipe_pipeline.assets.experts import EXPERT_INDEX, USABLE
 from mergepipe_pipeline.definitions import build_definitions
 from mergepipe_pipeline.errors import RecipeError
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
@@ -22,11 +22,11 @@ from mergepipe_pipeline.verbs.check import check
 from mergepipe_pipeline.verbs.ls import ls
 from mergepipe_pipeline.verbs.quarantine import quarantine
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.dagster_layer.conftest import Drop
+from tests.dagster_layer.conftest import Drop, known_experts
 from tests.dagster_layer.test_experts import jobs, sum_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
-_CHECK = dg.AssetCheckKey(expert_index.key, USABLE)
+_CHECK = dg.AssetCheckKey(EXPERT_INDEX, USABLE)
 
 
 def said_of(instance: dg.DagsterInstance, name: str) -> list[tuple[bool, str]]:
@@ -60,7 +60,7 @@ def test_what_lands_damaged_or_half_has_a_failed_check_that_recipes_quote_until_
     home.recipe_path("r").write_text(sum_of("base", "half", "damaged"))
     assert jobs(ticker.tick()) == ["base"]
     ticker.tick()
-    assert instance.get_dynamic_partitions("experts") == ["base", "damaged", "half"]
+    assert known_experts(instance, home) == ["base", "damaged", "half"]
     assert shown(instance) == {"damaged": False, "half": False}
     for name, why in (("damaged", "A safetensors header"), ("half", first.name)):
         ((passed, said),) = said_of(instance, name)  # once, however many ticks there are
@@ -83,7 +83,7 @@ def test_what_lands_damaged_or_half_has_a_failed_check_that_recipes_quote_until_
     assert shown(instance) == {"damaged": False, "half": True}
     shutil.rmtree(home.inbox / "damaged")
     ticker.tick()
-    assert instance.get_dynamic_partitions("experts") == ["base", "half"]
+    assert known_experts(instance, home) == ["base", "half"]
 
 
 def test_an_expert_in_quarantine_has_a_failed_check_that_says_who_decided_and_why(

@@ -12,12 +12,6 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
-from dagster._core.remote_origin import (
-    ManagedGrpcPythonEnvCodeLocationOrigin,
-    RemoteJobOrigin,
-    RemoteRepositoryOrigin,
-)
-from dagster._core.types.loadable_target_origin import LoadableTargetOrigin
 from dagster._daemon.run_coordinator.queued_run_coordinator_daemon import (
     QueuedRunCoordinatorDaemon,
 )
@@ -40,15 +34,9 @@ from mergepipe_pipeline.verbs.deploy import (
 )
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.daemon import REPOSITORY
+from tests.dagster_layer.guests import origins, ours_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
-#: Where runs of the queue come from, as a daemon with the repository's workspace says it.
-_LOCATION = RemoteRepositoryOrigin(
-    ManagedGrpcPythonEnvCodeLocationOrigin(
-        LoadableTargetOrigin(module_name="mergepipe_pipeline.definitions"), "mergepipe"
-    ),
-    "__repository__",
-)
 _BURST = {"ops": {"index_several": {"config": {"experts": ["base"]}}}}
 #: Works on recipe n until somebody ends it.
 HOLD = """
@@ -116,7 +104,7 @@ class Queue:
             definition,
             run_config=_BURST if job == "index_burst" else None,
             tags={**definition.run_tags, **(tags or {})},
-            remote_job_origin=RemoteJobOrigin(_LOCATION, job),
+            **origins(job),
         )
         self._report(run, "PIPELINE_ENQUEUED")
 
@@ -150,17 +138,16 @@ def test_a_recipe_has_one_run_whoever_starts_it_and_each_pool_leaves_places_for_
         queue.add(f"merge_{recipe}")
     for _ in range(3):
         queue.add("index_burst")
-    assert recipes_under_way(queue.instance) == {"n", "o", "p"}
+    assert recipes_under_way(ours_of(queue.home, queue.instance)) == {"n", "o", "p"}
     assert queue.start() == ["merge_n", "merge_o", "index_burst", "index_burst"]
     assert queue.start() == []
 
 
 def test_merges_pass_bursts_and_nightly_runs_come_last(queue: Queue) -> None:
     resource = MergePipe(home=str(queue.home.root))
+    ours = ours_of(queue.home, queue.instance)
     asked = [
-        request_or_reason(
-            resource, recipe_file, queue.instance, (), is_time=recipe_file.name == "o"
-        )
+        request_or_reason(resource, recipe_file, ours, (), is_time=recipe_file.name == "o")
         for recipe_file in recipe_files(queue.home)[:2]
     ]
     by_day, by_night = (r for r in asked if isinstance(r, dg.RunRequest))

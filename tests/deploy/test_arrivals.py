@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from mergepipe_pipeline.assets.experts import EXPERTS_TAG
 from mergepipe_pipeline.deploy.arrivals import MAX_FAILURES, Arrival, arrival, ask
 from mergepipe_pipeline.deploy.inbox import InboxEntry, Patience, scan_inbox
 from mergepipe_pipeline.errors import (
@@ -26,7 +25,7 @@ from mergepipe_pipeline.errors import (
     StorageFullError,
 )
 from mergepipe_pipeline.sensors.inbox import MAX_RUNS
-from mergepipe_pipeline.sensors.inbox import _requests as requests
+from mergepipe_pipeline.sensors.inbox import _parts as parts
 from mergepipe_pipeline.storage import atomic
 from mergepipe_pipeline.verbs import index
 from mergepipe_pipeline.verbs.index import IndexedExpert, index_arrival, index_expert
@@ -156,9 +155,9 @@ def test_an_expert_whose_index_is_killed_is_tried_for_ever_in_a_run_of_its_own(
     for i in range(MAX_RUNS):
         for name in ("a", "c"):
             write_full(home.inbox / f"{name}{i}")
-    (first, *others) = requests(home, scan_inbox(home, HASTY))
-    assert first.partition_key == "b"
-    assert [request.tags[EXPERTS_TAG].count(",") for request in others] == [1] * MAX_RUNS
+    (first, *others) = parts(scan_inbox(home, HASTY))
+    assert [x.name for x in first] == ["b"]
+    assert [len(part) for part in others] == [2] * MAX_RUNS
     index_arrival(home, "b")
     assert not arrival(home, "b").was_killed
 

@@ -40,6 +40,7 @@ DERIVABLE = {
     "magnitudes": "catalog/block_stats/v*/*/*.magnitudes.*.parquet",
     "side files": "catalog/side_files/v*/*.parquet",
     "segments": "catalog/segments/v*/*.parquet",
+    "places": "catalog/places/v*/*/*.json",
     "facts": "catalog/tensor_facts/v*/*/*/*.parquet",
     "plan": "plans/*.json",
     "action": "actions/*/*.json",

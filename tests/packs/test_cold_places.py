@@ -11,7 +11,7 @@ import pytest
 
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.packs.index import frames_path
-from mergepipe_pipeline.storage.atomic import publish_dir, remove_tree
+from mergepipe_pipeline.storage.atomic import publish_dir, remove_tree, rename
 from mergepipe_pipeline.verbs import replace as module
 from mergepipe_pipeline.verbs.gc import collect
 from mergepipe_pipeline.verbs.pack import pack
@@ -27,7 +27,9 @@ from tests.stored import write
 def across_file_systems(monkeypatch: pytest.MonkeyPatch) -> None:
     """Folders cannot be renamed to cold storage."""
 
-    def refused(source: Path, target: Path) -> None:
+    def refused(source: str | Path, target: Path) -> Path:
+        if Path(source).parent == target.parent:
+            return rename(source, target)
         raise OSError(errno.EXDEV, "cross-device", str(source))
 
     monkeypatch.setattr(module, "rename", refused)
@@ -116,16 +118,16 @@ def test_a_folder_that_cannot_be_removed_whole_is_not_reported_as_moved(
 
     def something_stays(path: Path) -> None:
         remove_tree(path)
-        if path == tmp_path / "e0":
-            path.mkdir()
-            (path / ".nfs0001").touch()
+        if ".moved" in path.parent.name:
+            (path.parent / ".nfs0001").touch()
 
     across_file_systems(monkeypatch)
     monkeypatch.setattr(module, "remove_tree", something_stays)
-    with pytest.raises(MergePipeError, match="cannot be removed whole") as told:
+    with pytest.raises(MergePipeError, match="came into an expert's folder") as told:
         move_to_cold(warehouse, made, tmp_path / "cold")
     assert ".nfs0001" in str(told.value)
     assert str(tmp_path / "cold" / "e0") in str(told.value)
+    assert [*files_in(tmp_path / "e0")] == [".nfs0001"]
     shutil.rmtree(tmp_path / "e0")
     assert move_to_cold(warehouse, made, tmp_path / "cold").before
 

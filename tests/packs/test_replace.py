@@ -86,6 +86,7 @@ def test_files_are_copied_compared_and_removed_where_they_cannot_be_renamed(
 
     def refuse(step: str) -> None:
         if step == "rename":
+            monkeypatch.setattr(atomic, "crash_hook", None)
             raise OSError(errno.EXDEV, "Invalid cross-device link")
 
     monkeypatch.setattr(atomic, "crash_hook", refuse)

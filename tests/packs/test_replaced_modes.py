@@ -53,6 +53,7 @@ def test_empty_folders_and_permission_bits_come_back(
 
     def refuse(step: str) -> None:
         if step == "rename":
+            monkeypatch.setattr(atomic, "crash_hook", None)
             raise OSError(errno.EXDEV, "Invalid cross-device link")
 
     monkeypatch.setattr(atomic, "crash_hook", refuse if is_copied else None)

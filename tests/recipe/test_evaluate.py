@@ -34,6 +34,7 @@ def test_a_recipe_without_these_keys_has_neither_evaluator_nor_gate() -> None:
             Evaluator(("./e", ""), timeout_s=0.5, retries=0),
         ),
         ("{python: 'checks.skills:score'}", Evaluator(python="checks.skills:score")),
+        ("{command: [e], env: [HF_TOKEN]}", Evaluator(("e",), env=("HF_TOKEN",))),
         ("{perplexity: {text: notes.txt}}", Evaluator(perplexity=Perplexity("notes.txt"))),
         (
             "{perplexity: {text: n.jsonl, field: body, max_tokens: 9}}",
@@ -118,6 +119,8 @@ def test_the_last_stage_gives_evaluator_and_gate_of_a_file() -> None:
             "evaluate: {lm_eval: {tasks: [a], apply_chat_template: 1}}",
             "evaluate.lm_eval.apply_chat_template: expected true or false, found 1",
         ),
+        ("evaluate: {command: [e], env: HF_TOKEN}", "evaluate.env: expected names of variables"),
+        ("evaluate: {command: [e], env: ['A=b']}", "evaluate.env: expected names of variables"),
         ("evaluate: {command: [e], timeout: 0}", "evaluate.timeout: expected seconds above 0"),
         ("evaluate: {command: [e], timeout: .inf}", "evaluate.timeout: expected seconds from 0"),
         ("evaluate: {command: [e], retries: 99}", "evaluate.retries: expected a whole number"),

@@ -23,8 +23,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
-#: A fault of one answer: a status, or one of cut, stall, whole (no ranges), other (wrong range) and
-#: gzip (compressed unasked).
+#: A fault of one answer: a status, or one of cut, stall, byte (one, then the end), whole (no
+#: ranges), other (wrong range), gzip (compressed unasked), lie (another last byte), tag (another
+#: one), total (another length of the file), digits (numbers that are none), and a URL, to which it
+#: redirects.
 Fault = int | str | None
 
 
@@ -59,7 +61,7 @@ class Server(ThreadingHTTPServer):
         self.fault: Callable[[str, str, int], Fault] = lambda method, path, number: None
         self.retry_after, self.asks_by = "0", "Retry-After"
         self.stall_s = 5.0
-        self.latency_s = 0.0
+        self.latency_s = self.drip_s = 0.0
         self.lock = threading.Lock()
         self.began = 0
 
@@ -95,6 +97,8 @@ class Handler(BaseHTTPRequestHandler):
         self.fault = self.server.fault(self.command, self.path, number)
         if isinstance(self.fault, int):
             self.reply(self.fault, {self.server.asks_by: self.server.retry_after}, b"not now")
+        elif str(self.fault).startswith("http"):
+            self.reply(302, {"Location": str(self.fault)})
         elif self.fault == "stall" and self.command == "GET":
             self.count(0)
             time.sleep(self.server.stall_s)
@@ -116,18 +120,27 @@ class Handler(BaseHTTPRequestHandler):
         sent = body if self.command != "HEAD" else b""
         if self.fault == "cut" and len(sent) > 1:
             sent, self.close_connection = sent[: len(sent) // 2], True
+        if self.fault == "byte" and len(sent) > 1:
+            sent, self.close_connection = sent[:1], True
         # Counted before it is sent: who has the answer may look at once.
         self.count(len(sent))
         self.send_response(status)
         for name, value in head.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(sent)
+        if self.server.drip_s and len(sent) > 1:
+            for at in range(len(sent)):
+                self.wfile.write(sent[at : at + 1])
+                time.sleep(self.server.drip_s)
+        else:
+            self.wfile.write(sent)
 
     def reply_file(self, path: Path, headers: dict[str, str]) -> None:
         """A file or a range of it."""
         nbytes, asked = path.stat().st_size, self.headers.get("Range")
         tag = headers.get("ETag")
+        if self.fault == "tag":
+            headers = headers | {"ETag": '"another"'}
         if self.headers.get("If-Match") not in (None, tag):
             self.reply(412, {})
         elif self.fault == "gzip" and self.command == "GET":
@@ -135,17 +148,29 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(200, headers | {"Content-Encoding": "gzip"}, packed)
         elif asked is None or self.fault == "whole":
             whole = {"Content-Length": str(nbytes)} if self.command == "HEAD" else {}
-            self.reply(200, headers | whole, _read(path, 0, nbytes) if not whole else b"")
+            if whole and self.fault == "digits":
+                whole = {"Content-Length": "9" * 5000}
+            self.reply(200, headers | whole, self._sent(path, 0, nbytes) if not whole else b"")
         else:
             first, _, last = asked.removeprefix("bytes=").partition("-")
             start, stop = int(first), min(int(last or nbytes) + 1, nbytes)
             start += 16 * (self.fault == "other")
-            told = {"Content-Range": f"bytes {start}-{stop - 1}/{nbytes}"}
-            self.reply(206, headers | told, _read(path, start, stop))
+            total = {"total": str(nbytes + 1), "digits": "9" * 5000}.get(str(self.fault), nbytes)
+            told = {"Content-Range": f"bytes {start}-{stop - 1}/{total}"}
+            self.reply(206, headers | told, self._sent(path, start, stop))
+
+    def _sent(self, path: Path, start: int, stop: int) -> bytes:
+        data = _read(path, start, stop)
+        if self.fault == "lie" and stop == path.stat().st_size:
+            data = data[:-1] + bytes([data[-1] ^ 1])
+        return data
 
 
 class FolderServer(Server):
-    """Serves the files below a folder. `tags`: what tells of changes, "etag", "time" or "none".
+    """Serves the files below a folder.
+
+    `tags`: what tells of changes, "etag", "time", "weak" (a weak ETag beside the time), "weak
+    alone" or "none".
 
     With `page`, it answers with this web page where there is no file.
     """
@@ -169,7 +194,9 @@ class _FolderHandler(Handler):
         headers = {}
         if self.server.tags == "etag":
             headers["ETag"] = f'"{_digest(path)[:32]}"'
-        if self.server.tags == "time":
+        if self.server.tags.startswith("weak"):
+            headers["ETag"] = 'W/"same"'
+        if self.server.tags in ("time", "weak"):
             headers["Last-Modified"] = formatdate(path.stat().st_mtime, usegmt=True)
         self.reply_file(path, headers)
 
@@ -187,7 +214,7 @@ class HubServer(Server):
         self.folder = folder
         self.private: set[str] = set()
         self.gated: set[str] = set()
-        self.token = "hf_test"
+        self.token, self.signature = "hf_test", "1"
         self.revisions: dict[str, Path] = {}
         #: What it says that a file has, of the bytes that it has.
         self.told_nbytes: Callable[[int], int | None] = lambda nbytes: nbytes
@@ -235,7 +262,7 @@ class HubHandler(Handler):
         for path in sorted(_files(folder)):
             nbytes = self.server.told_nbytes(path.stat().st_size)
             told: dict[str, object] = {"rfilename": str(path.relative_to(folder)), "size": nbytes}
-            told["blobId"] = _digest(path)[:40]
+            told["blobId"] = blob_id(path)
             if _is_large(path):
                 told["lfs"] = {"sha256": _digest(path), "size": told["size"], "pointerSize": 130}
             files.append(told)
@@ -257,12 +284,14 @@ class HubHandler(Handler):
         now = self.server.commit(repo)
         headers = {"X-Repo-Commit": commit if len(commit) == 40 else now}
         if not _is_large(file):
-            self.reply_file(file, headers | {"ETag": f'"{_digest(file)[:40]}"'})
+            self.reply_file(file, headers | {"ETag": f'"{blob_id(file)}"'})
             return
         size = str(file.stat().st_size)
         headers |= {"X-Linked-Etag": f'"{_digest(file)}"', "X-Linked-Size": size}
         port = self.server.server_address[1]
-        headers["Location"] = f"http://localhost:{port}/cdn/{repo}/{name}?signature=1"
+        headers["Location"] = (
+            f"http://localhost:{port}/cdn/{repo}/{name}?signature={self.server.signature}"
+        )
         self.reply(302, headers)
 
     def _refuse(self, status: int, code: str, said: str) -> None:
@@ -421,6 +450,12 @@ def _read(path: Path, start: int, stop: int) -> bytes:
 
 def _is_large(path: Path) -> bool:
     return path.suffix in (".safetensors", ".bin")
+
+
+def blob_id(path: Path) -> str:
+    """The digest that git, and so the hub, gives a small file."""
+    data = path.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
 _DIGESTS: dict[tuple[str, int, int], str] = {}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from mergepipe_pipeline.errors import RemoteError
-from mergepipe_pipeline.recipe.references import parse_reference
+from mergepipe_pipeline.recipe.references import UnreadableReference, parse_reference
 from mergepipe_pipeline.remote.address import Address, is_address, parse_address
+from mergepipe_pipeline.text import visible
 
 
 @pytest.mark.parametrize(
@@ -35,10 +36,26 @@ def test_what_is_no_address_is_refused(text: str) -> None:
         parse_address(text)
 
 
-def test_a_password_in_an_address_is_not_repeated() -> None:
-    with pytest.raises(RemoteError) as refused:
-        parse_address("https://ann:secret@host/folder")
-    assert "secret" not in str(refused.value)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "https://ann:pa55@host/folder",
+        "https://pa55@host/folder",
+        "https://ann:pa/pa55@host/folder",
+        "s3://key:pa55@bucket/folder",
+        "hf://ann:pa55@org/model",
+        "https://host/folder?X-Amz-Signature=pa55&a=b+pa55",
+        "https://host/folder#pa55",
+    ],
+)
+def test_a_secret_in_an_address_is_refused_and_not_repeated(text: str) -> None:
+    with pytest.raises(RemoteError, match="may be a secret") as refused:
+        parse_address(text)
+    assert "pa55" not in str(refused.value) + refused.value.for_terminal() + repr(vars(refused))
+    with pytest.raises(UnreadableReference) as unread:
+        parse_reference(text)
+    assert "pa55" not in str(unread.value)
+    assert "pa55" not in visible(f"cannot reach {text!r}: {text}.")
 
 
 @pytest.mark.parametrize(

@@ -99,10 +99,10 @@ def _front_is_published(world: World, shown: dict) -> None:  # type: ignore[type
     collect(home, older_than_s=0)
     assert _snapshots(world) == {t["snapshot_id"] for t in best}
     assert len(best) < len(by_number)
-    picture = world.folder / "front.svg"
+    picture = world.folder / "front.png"
     shown_again = call(world, "--json", "front", world.folder / "mix.yml", "--picture", picture)
     assert json.loads(shown_again.stdout)["front"] == shown["front"]
-    assert picture.read_text().startswith("<svg")
+    assert picture.read_bytes().startswith(b"\x89PNG")
     for command in (("explain", "snapshot", "mix.1"), ("verify", "mix.1"), ("replay", "mix.1")):
         found = call(world, *command)
         assert found.exit_code == 0, found.output

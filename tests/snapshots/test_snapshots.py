@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from mergepipe_pipeline.errors import CorruptionError, NotFoundError
-from mergepipe_pipeline.snapshots.checks import verify_snapshot
+from mergepipe_pipeline.snapshots.checks import Checked, verify_snapshot
 from mergepipe_pipeline.snapshots.commit import commit_snapshot
 from mergepipe_pipeline.snapshots.find import list_snapshots, load_snapshot
 from mergepipe_pipeline.spec.snapshot import Snapshot
@@ -93,20 +94,28 @@ def test_any_flipped_bit_is_found_and_its_place_is_named(
             assert owner in str(caught.value) or (at < start and "header" in str(caught.value))
 
 
-def test_a_quick_look_rereads_a_shard_that_someone_wrote_to_and_trusts_the_others(
+def test_shards_that_were_just_read_are_read_again_only_if_anybody_touched_them_since(
     snapshot: Snapshot, tmp_path: Path
 ) -> None:
-    folder = copy_of(snapshot, tmp_path)
-    one, two = folder / "model-1.safetensors", folder / "model-2.safetensors"
-    for file in (one, two):
-        file.chmod(0o644)
-        file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
-    os.utime(one, ns=(0, 0))
-    os.utime(two, ns=(0, 0))
-    verify_snapshot(folder, only_touched=True)
-    os.utime(two)
-    with pytest.raises(CorruptionError, match=two.name):
-        verify_snapshot(folder, only_touched=True)
+    folder, seen = copy_of(snapshot, tmp_path), list[int]()
+    one, two = snapshot.manifest.shards
+    checked = Checked(frozenset([one.sha256, two.sha256]), time.time_ns())
+    verify_snapshot(folder, seen.append, checked=checked)
+    assert seen == []
+    for old in (Checked(checked.digests, 1), Checked(checked.digests, checked.at_ns - 4 * 10**12)):
+        seen.clear()
+        verify_snapshot(folder, seen.append, checked=old)
+        assert sum(seen) == one.nbytes + two.nbytes
+    verify_snapshot(folder, seen.append, checked=Checked(frozenset([one.sha256]), checked.at_ns))
+    assert sum(seen) == one.nbytes + 2 * two.nbytes
+    file = folder / two.file
+    stat = file.stat()
+    time.sleep(0.02)  # a tick of the clock that files have
+    file.chmod(0o644)
+    file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    with pytest.raises(CorruptionError, match=file.name):
+        verify_snapshot(folder, checked=checked)
 
 
 def test_a_truncated_shard_and_a_longer_one_are_found(snapshot: Snapshot, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ PROVENANCE: dict[str, Any] = {
     "recipe": "merge_method: ties\n",
     "recipe_name": "tiny",
     "ref": "tiny",
-    "sources": [{"name": "b", "root": "/models/b", "checkpoint_id": "0" * 64}],
+    "sources": [{"name": "b", "root": "/models/b", "checkpoint_id": "0" * 24}],
     "estimates": {
         "strategy": "full",
         "budget_bytes": None,
@@ -118,7 +118,7 @@ class Store:
         """A staged snapshot; `run` is what differs between two runs with one result."""
         sides = {"config.json": b'{"dtype": "float32"}\n', "README.md": b"# merged\n"}
         manifest = Manifest(
-            plan_id="p" * 64,
+            plan_id="a1" * 32,
             method="ties",
             inputs=(LineageEntry("base", "b", "0" * 64),),
             operators=(("ties", "", 2 * len(contents)),),

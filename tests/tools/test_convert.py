@@ -111,6 +111,8 @@ def test_shards_of_shared_tied_and_strided_tensors_become_shards_with_each_as_it
     assert made.details["tied"] == ("lm_head.weight",)
     assert made.details["shared"] == {"z": "model.embed_tokens.weight"}
     assert made.details["left_out"] == ("step",)
+    assert convert(home, str(source), tmp_path / "new") == made
+    (tmp_path / "new" / "config.json").write_text("{}")
     with pytest.raises(MergePipeError, match="holds a result already"):
         convert(home, str(source), tmp_path / "new")
     two.unlink()

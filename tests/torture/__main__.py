@@ -1,6 +1,7 @@
 """`python -m tests.torture [CAMPAIGN …] [--seed N] [--short]`: prints a table, exit 1 if it finds.
 
-Campaigns: faults, kills, flips, hostile, states; without one, all.
+Campaigns: faults, kills, flips, hostile, states, hubs, rot, twins, travelling, guests; without one,
+all.
 """
 
 from __future__ import annotations
@@ -22,14 +23,30 @@ from typing import Any
 
 from tests.torture.faults import Faults
 from tests.torture.flips import Flips
+from tests.torture.guests import Guests
 from tests.torture.hostile import Hostile
+from tests.torture.hubs import Hubs
 from tests.torture.kills import Kills
+from tests.torture.rot import Rot
 from tests.torture.scenes import RECIPES, learn_ids
 from tests.torture.states import States
 from tests.torture.tally import COLUMNS, Outcome, Problem, Tally
+from tests.torture.travelling import Travelling
+from tests.torture.twins import Twins
 from tests.torture.world import make_world, state_of
 
-CAMPAIGNS = {"faults": Faults, "kills": Kills, "flips": Flips, "hostile": Hostile, "states": States}
+CAMPAIGNS = {
+    "faults": Faults,
+    "kills": Kills,
+    "flips": Flips,
+    "hostile": Hostile,
+    "states": States,
+    "hubs": Hubs,
+    "rot": Rot,
+    "twins": Twins,
+    "travelling": Travelling,
+    "guests": Guests,
+}
 _SHOWN = 12
 
 

@@ -169,7 +169,7 @@ class _Flow:
 
     def _deploy(self) -> None:
         try:
-            found = child.call(_deploy, self._place, False)
+            found = child.call(run_standing, self._place, False)
         except TimeoutError:
             self._add("hangs", "the standing recipe")
         except RuntimeError as error:
@@ -190,14 +190,14 @@ def _prepare(folder: Path) -> Undisturbed:
     world, place, after = make_world(folder / "world"), folder / "place", folder / "after"
     place.mkdir()
     for name in ("base", "expert_00", "expert_01", "adapter"):
-        _ok(child.run(["register", str(world / name), "--home", f"{place}/w"], folder))
+        ok(child.run(["register", str(world / name), "--home", f"{place}/w"], folder))
     _pack(world, place, folder)
     ids = {name: _id_of(place, folder, world, name, "--publish") for name in RECIPES}
-    _ok(child.run(["publish", ids["other"], "--ref", "full", "--home", f"{place}/w"], folder))
+    ok(child.run(["publish", ids["other"], "--ref", "full", "--home", f"{place}/w"], folder))
     standing = (world / "full.yml").read_text().replace(f"{world}/", "")  # by registered names
     (place / "w" / "recipes" / "full.yml").write_text(standing)
     _profile(place / "w")
-    found = child.call(_deploy, place, True)
+    found = child.call(run_standing, place, True)
     assert found == ids["full"], found
     killed = ["merge", str(world / "other.yml"), "--budget", "50%", "--home", f"{place}/w"]
     assert child.run(killed, folder, before=Shim(place, Fault("kill", 100)).install).code < 0
@@ -212,16 +212,16 @@ def _prepare(folder: Path) -> Undisturbed:
 def _pack(world: Path, place: Path, logs: Path) -> None:
     """Let one of the experts have a pack."""
     for name in ("base", "expert_00"):
-        _ok(child.run(["register", str(world / name), "--home", f"{place}/w"], logs))
-    _ok(child.run(["pack", "expert_00", "--base", "base", "--home", f"{place}/w"], logs))
+        ok(child.run(["register", str(world / name), "--home", f"{place}/w"], logs))
+    ok(child.run(["pack", "expert_00", "--base", "base", "--home", f"{place}/w"], logs))
 
 
 def _id_of(place: Path, folder: Path, world: Path, recipe: str, *more: str) -> str:
     args = ["merge", str(world / f"{recipe}.yml"), "--json", *more, "--home", f"{place}/w"]
-    return str(json.loads(_ok(child.run(args, folder)).out)["snapshot_id"])
+    return str(json.loads(ok(child.run(args, folder)).out)["snapshot_id"])
 
 
-def _ok(done: Done) -> Done:
+def ok(done: Done) -> Done:
     if done.code:
         raise RuntimeError(done.err)
     return done
@@ -235,7 +235,7 @@ def _profile(home: Path) -> None:
     settle_in(Warehouse(home).ensure())
 
 
-def _deploy(place: Path, plan: bool) -> str:
+def run_standing(place: Path, plan: bool) -> str:
     """What a standing recipe's steps give: a snapshot, or an error of the product."""
     from mergepipe_pipeline.deploy.recipe_files import recipe_files
     from mergepipe_pipeline.engine.options import EngineOptions

@@ -23,7 +23,7 @@ _SHORT, _LONG = 16, 1000
 _HANGS_S = 10.0
 _EXAMPLES = sorted((Path(__file__).parents[1] / "recipes" / "valid").glob("*.yml"))
 # fmt: off
-_VALUES: tuple[Any, ...] = (
+VALUES: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 2**31, 2**63, 2**64, 10**400, 0.5, float("nan"), float("inf"), "",
     "a", "\ud800", "\x1b[31m", "../../x", "/dev/zero", "F32", "BF16", "I64", "x" * 5000, [], {},
     [[]], [0], [-1, 4], [2**62, 2**62], {"a": {}}, "0", "💥", "__metadata__",
@@ -143,8 +143,8 @@ def _mutated_json(draw: Random, value: Any) -> str:
     """One or two values or keys of a JSON value changed, as text that need not be JSON."""
     value = copy.deepcopy(value)
     for _ in range(draw.randint(1, 2)):
-        holder, key = draw.choice(list(_places(value)) or [({"": value}, "")])
-        odd = copy.deepcopy(draw.choice(_VALUES))
+        holder, key = draw.choice(list(places(value)) or [({"": value}, "")])
+        odd = copy.deepcopy(draw.choice(VALUES))
         how = draw.random()
         with contextlib.suppress(TypeError):
             if how < 0.7:
@@ -162,12 +162,12 @@ def _mutated_json(draw: Random, value: Any) -> str:
     return text
 
 
-def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
     items = value.items() if isinstance(value, dict) else enumerate(value)
     for key, inner in list(items):
         yield value, key
         if isinstance(inner, dict | list):
-            yield from _places(inner)
+            yield from places(inner)
 
 
 def _header(draw: Random, model: Path) -> None:

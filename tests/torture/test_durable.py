@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from mergepipe_pipeline.snapshots.collection import Roots, collect
+from mergepipe_pipeline.snapshots.folder_export import export_snapshot
+from mergepipe_pipeline.snapshots.marks import Marks
 from mergepipe_pipeline.storage import atomic
+from tests.snapshots.tiny import Store
 from tests.torture import child
 from tests.torture.shim import Fault, Shim
 
@@ -53,6 +57,32 @@ def test_a_name_in_new_folders_outlives_a_loss_of_power(
     lose_power_after(lambda: WAYS[way](root / "new" / "deep" / "file"), root, seed)
     kept = tmp_path / "lost" / "new" / "deep" / "file"
     assert (kept / "inner" if kept.is_dir() else kept).read_bytes() == b"x"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_export_to_a_new_folder_and_a_collection_outlive_a_loss_of_power(
+    tmp_path: Path, seed: int
+) -> None:
+    root = tmp_path / "root"
+    store = Store(root / "w")
+    made = store.commit((1,))
+    marks = Marks(root / "w" / "stages")
+    marks.mark(made.snapshot_id, is_stage=True, is_new=True)
+
+    def work() -> None:
+        export_snapshot(made, root / "new" / "deep" / "model")
+        roots = Roots(marks=marks)
+        done = collect(
+            store.objects, store.snapshots, store.staging, (), roots, older_than_s=0, dry_run=False
+        )
+        assert done.snapshots == (made.snapshot_id,)
+
+    lose_power_after(work, root, seed)
+    kept = tmp_path / "lost" / "new" / "deep" / "model"
+    assert {p.name: p.read_bytes() for p in kept.iterdir()} == {
+        p.name: p.read_bytes() for p in (root / "new" / "deep" / "model").iterdir()
+    }
+    assert not list((tmp_path / "lost" / "w" / "snapshots").iterdir())
 
 
 def test_what_is_only_written_is_lost_with_the_power(tmp_path: Path) -> None:

@@ -16,7 +16,18 @@ from tests.torture import child
 from tests.torture.shim import Fault, Shim
 from tests.torture.world import make_world
 
-CAMPAIGNS = ("faults", "kills", "flips", "hostile", "states")
+CAMPAIGNS = (
+    "faults",
+    "kills",
+    "flips",
+    "hostile",
+    "states",
+    "hubs",
+    "rot",
+    "twins",
+    "travelling",
+    "guests",
+)
 #: What may be done outside storage: folders of staging, modes, and times of use.
 ELSEWHERE = {"mkdir", "chmod", "utime", "unlink"}
 

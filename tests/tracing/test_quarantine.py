@@ -17,8 +17,11 @@ from mergepipe_pipeline.contents.quarantine import decide, kept_out
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
 from mergepipe_pipeline.errors import CorruptionError, GateError, NotFoundError
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
+from mergepipe_pipeline.snapshots.find import load_snapshot
+from mergepipe_pipeline.tracing.changes import changes_between
 from mergepipe_pipeline.verbs.check import check
 from mergepipe_pipeline.verbs.deploy import Due, Postponed, due
+from mergepipe_pipeline.verbs.extract_lora import extract_lora
 from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.verbs.ls import ls
 from mergepipe_pipeline.verbs.merge import merge
@@ -113,6 +116,22 @@ def test_what_holds_a_quarantined_content_gets_no_ref_behind_a_gate_and_a_warnin
     assert "chat is quarantined since " in told.stderr
     forced = promote(home, snapshot, "mix", force="we look at it")
     assert forced.ref.reason == "forced past the gate: we look at it"
+
+
+def test_what_no_recipe_made_is_published_unless_it_holds_the_quarantined_content(
+    home: Warehouse, land: Land, recipe: Path
+) -> None:
+    recipe.write_text(
+        f"{recipe.read_text()}evaluate: {{command: [python]}}\ngate: {{x: {{min: 0}}}}\n"
+    )
+    land("code", "expert_01")
+    made = {n: extract_lora(home, n, "base", rank=2).snapshot_id for n in ("chat", "code")}
+    quarantine(home, "chat", reason="it forgot how to count")
+    assert publish(home, made["code"], "mix").number == 1
+    with pytest.raises(GateError, match="chat is quarantined since "):
+        publish(home, made["chat"], "mix")
+    live, other = (load_snapshot(home.snapshots, made[n]) for n in ("code", "chat"))
+    assert "chat came" in changes_between(home, live, other).summary
 
 
 @pytest.mark.parametrize(("name", "release"), [("cha", False), ("chat", True)])

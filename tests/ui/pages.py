@@ -46,9 +46,14 @@ VIEWS = {
     ),
     "plan": View(
         "/assets/assistant/plan",
-        ("expert GiB planned", "error by budget", "Owners"),
-        height=900,
-        scroll_to="error bound (L2)",
+        ("merge_method: ties", "in short", "predicted to lose", "loss by budget", "Owners"),
+        height=1250,
+        scroll_to="Metadata",
+    ),
+    "status": View(
+        "/assets/pipeline_status",
+        ("assistant", "current", "nightly_bad", "failed", "mend the expert"),
+        scroll_to="Metadata",
     ),
     "sensor": View(
         "/locations/mergepipe/sensors/recipe_sensor",

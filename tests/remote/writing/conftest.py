@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,8 +31,7 @@ def s3(running: WatchedS3, monkeypatch: pytest.MonkeyPatch) -> WatchedS3:
 def bucket(s3: WatchedS3, request: pytest.FixtureRequest) -> str:
     """The name of an empty bucket of the test's own."""
     name = f"test-{abs(hash(request.node.name))}"
-    s3_request = urllib.request.Request(f"{s3.endpoint}/{name}", method="PUT")
-    urllib.request.urlopen(s3_request).close()
+    s3.make(name)
     s3.clear()
     return name
 

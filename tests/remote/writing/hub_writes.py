@@ -128,7 +128,9 @@ class _Handler(BaseHTTPRequestHandler):
     def info(self, body: bytes, repo: str, revision: str = "main") -> None:
         found = self._found(repo, revision)
         if found is not None:
-            self._answer(200, {"id": repo, "sha": found[1], "private": found[0].private})
+            tree = found[0].commits[found[1]]
+            said = {"id": repo, "sha": found[1], "private": found[0].private}
+            self._answer(200, said | {"siblings": [_sibling(n, d) for n, d in tree.items()]})
 
     def list(self, body: bytes, repo: str, revision: str) -> None:
         found = self._found(repo, revision)
@@ -189,8 +191,16 @@ class _Handler(BaseHTTPRequestHandler):
         if found is None:
             return
         data = found[0].commits[found[1]][name]
-        headers = {"X-Repo-Commit": found[1], "ETag": f'"{_git_id(data)}"'}
-        self._bytes(200, data, headers)
+        entry = _entry(name, data)
+        digest = entry["lfs"]["oid"] if "lfs" in entry else entry["oid"]
+        headers = {"X-Repo-Commit": found[1], "ETag": f'"{digest}"'}
+        asked = self.headers.get("Range")
+        if asked is None:
+            self._bytes(200, data, headers)
+            return
+        start, last = map(int, asked.removeprefix("bytes=").split("-"))
+        told = {"Content-Range": f"bytes {start}-{last}/{len(data)}"}
+        self._bytes(206, data[start : last + 1], headers | told)
 
     def yaml(self, body: bytes) -> None:
         self._answer(200, {"errors": [], "warnings": []})
@@ -227,6 +237,14 @@ def _entry(name: str, data: bytes) -> dict[str, Any]:
         oid = hashlib.sha256(data).hexdigest()
         entry["lfs"] = {"oid": oid, "size": len(data), "pointerSize": 134}
     return entry
+
+
+def _sibling(name: str, data: bytes) -> dict[str, Any]:
+    entry = _entry(name, data)
+    told: dict[str, Any] = {"rfilename": name, "size": len(data), "blobId": entry["oid"]}
+    if "lfs" in entry:
+        told["lfs"] = {"sha256": entry["lfs"]["oid"], "size": len(data), "pointerSize": 134}
+    return told
 
 
 @contextmanager

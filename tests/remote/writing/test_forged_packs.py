@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
 import obstore
 import pytest
 
-from mergepipe_pipeline.digest import seal, sha256_hex
-from mergepipe_pipeline.errors import CorruptionError, MergePipeError
+from mergepipe_pipeline.digest import seal, sha256_hex, unseal
+from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundError
 from mergepipe_pipeline.packs.index import frames_path, pack_id_of, write_index
 from mergepipe_pipeline.packs.replaced import Replaced
 from mergepipe_pipeline.packs.store import Pack
@@ -27,6 +30,7 @@ from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.packs.families import packed_family, write_family
 from tests.remote.writing.watched_s3 import WatchedS3
+from tests.torture.packed import Forger, PackParts
 
 Tensors = dict[str, PackedTensor]
 
@@ -71,6 +75,12 @@ class Pushed:
         told = [TravellingFile(n, len(data), sha256_hex(data)) for n, data in files.items()]
         for name, data in {**files, "expert.json": to_bytes(record, told)}.items():
             obstore.put(self._store, f"{self._folder}{name}", data)
+
+    def push_files(self, pack_id: str, files: dict[str, bytes]) -> None:
+        """Put these files there, EXPERT among them."""
+        obstore.delete(self._store, f"{self._folder}expert.json")
+        for name, data in files.items():
+            obstore.put(self._store, f"x/packs/{pack_id}/{name}", data)
 
 
 @pytest.fixture
@@ -206,6 +216,69 @@ def test_a_record_that_does_not_fit_to_its_pack_is_refused_and_leaves_nothing(
 ) -> None:
     pushed.push(change(pushed.record), pushed.files)
     assert json.dumps(refused(there, pushed, MergePipeError))
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("record", "base"), ["base"]),
+        (("record", "checkpoint_id"), "../../x"),
+        (("record", "files", 0, "mode"), "x"),
+        (("record", "files", 0, "mode"), 0o4755),
+        (("record", "files", 0, "mtime_ns"), 1 << 70),
+        (("record", "files", 0, "nbytes"), None),
+        (("record", "files", 0, "rest_sha256"), ""),
+        (("record", "files", 0, "sha256"), 5),
+        (("record", "files", 0, "tensors"), [["a", 1.5, 1]]),
+        (("record", "folders", 0, "path"), "a//b"),
+        (("record", "pack_id"), ".."),
+        (("files", 0, "nbytes"), True),
+        (("files", 0, "name"), "index.exe"),
+    ],
+)
+def test_every_value_of_what_describes_a_pack_has_a_type_and_a_form(
+    there: Warehouse, pushed: Pushed, place: tuple[Any, ...], value: object
+) -> None:
+    told = unseal(pushed.read("expert.json"), "")
+    holder = told
+    for key in place[:-1]:
+        holder = holder[key]
+    holder[place[-1]] = value
+    pushed.push_files(pushed.record.pack_id, {**pushed.files, "expert.json": seal(told)})
+    assert "The file that describes a pack" in refused(there, pushed)
+
+
+_MEASURED = """
+import resource, sys
+from mergepipe_pipeline.cli.main import program
+try:
+    program()
+except SystemExit as end:
+    peaks = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, -1)]
+    print(max(peaks) >> 10)
+    sys.exit(end.code)
+"""
+
+
+def _peak_mib(there: Warehouse, address: str, exit_code: int) -> int:
+    """The most memory of `pull-pack` from an address, its children's too."""
+    args = ["pull-pack", address, "--home", str(there.root)]
+    command = [sys.executable, "-c", _MEASURED, *args]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == exit_code, done.stderr
+    return int(done.stdout.split()[-1])
+
+
+def test_a_small_table_that_unfolds_to_gigabytes_is_refused_in_little_memory(
+    there: Warehouse, pushed: Pushed
+) -> None:
+    parts = PackParts.of({**pushed.files, "expert.json": pushed.read("expert.json")})
+    pack_id, files = Forger(parts, Random(0)).files("bomb")
+    assert sum(len(data) for name, data in files.items() if name.startswith("index")) < 100_000
+    usual = _peak_mib(there, f"{pushed.address}/nothing", NotFoundError.exit_code)
+    pushed.push_files(pack_id, files)
+    assert _peak_mib(there, pushed.address, CorruptionError.exit_code) < usual + 300
+    assert (there.packs.ids(), there.replaced.ids()) == ([], [])
 
 
 def test_levels_without_their_tiers_are_refused_where_they_claim_to_be_good(

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from mergepipe_pipeline.cli.main import main
-from mergepipe_pipeline.digest import digest_json, seal, unseal
+from mergepipe_pipeline.digest import digest_json, seal, sha256_hex, unseal
 from mergepipe_pipeline.verbs.publish import publish
 from mergepipe_pipeline.verbs.pull import pull
 from mergepipe_pipeline.warehouse import Warehouse
@@ -93,6 +93,10 @@ FORGED: dict[str, Callable[[Value], None]] = {
     "no shards": lambda manifest: manifest.update(shards=None),
     "inputs of numbers": lambda m: m["inputs"][0].update(name=1),
     "a method that is a list": lambda m: m.update(method=["ties"]),
+    "a plan that is a path": lambda m: m.update(plan_id="../../../../etc/passwd"),
+    "a content that is no digest": lambda m: m["inputs"][0].update(content_sha256="x"),
+    "a key of nobody": lambda m: m.update(extra=1),
+    "a side file of a terabyte": _side(nbytes=1 << 40),
     "an operator's count that is a text": lambda m: m.update(operators=[["ties", "", "x"]]),
 }
 
@@ -151,6 +155,10 @@ ODD: dict[str, Callable[[Value], None]] = {
     "a verb that is a list": _told(made_by={"verb": [], "parameters": {}}),
     "a verb without parameters": _told(made_by={"verb": "moe", "parameters": 1}),
     "a request that is a text": _told(request="x"),
+    "a card that is a list": _told(card=[]),
+    "a warning that is a number": _told(warnings=[1]),
+    "an id that is a path": lambda p: p["sources"][0].update(checkpoint_id="../../x"),
+    "a request of a text for a number": _told(request={"models": [], "block_elems": "x"}),
     "selectors that are numbers": _told(request={"selected": [1]}),
 }
 
@@ -173,6 +181,22 @@ def test_a_provenance_that_no_merge_wrote_is_refused_and_harms_no_list_of_snapsh
     assert result.exit_code == 19, result.output
     assert f"{published.snapshot_id}/provenance.json" in result.stderr
     assert list(Warehouse.at(tmp_path / "there").snapshots.iterdir()) == []
+
+
+@pytest.mark.parametrize("data", [b"no weights", (1 << 40).to_bytes(8, "little") + b"{}"])
+def test_a_snapshot_whose_object_is_no_weight_file_does_not_stay(
+    published: Published, tmp_path: Path, data: bytes
+) -> None:
+    manifest, digest = published.manifest(), sha256_hex(data)
+    manifest["shards"][0].update(sha256=digest, nbytes=len(data))
+    obstore.put(published.store, f"team/objects/{digest[:2]}/{digest}", data)
+    home = ["--home", str(tmp_path / "there")]
+    words = ["pull", published.put(manifest), "--from", published.address, *home]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 19, result.output
+    assert "A shard's header" in result.stderr
+    assert CliRunner().invoke(main, ["verify", "--all", *home]).exit_code == 0
+    assert list((tmp_path / "there" / "snapshots").iterdir()) == []
 
 
 def test_actions_of_a_bucket_that_is_not_the_warehouses_own_are_not_taken(

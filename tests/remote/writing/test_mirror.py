@@ -262,8 +262,16 @@ def test_what_one_warehouse_published_another_pulls_verifies_and_rolls_back_from
     assert "live" in found["error"]["expected"]
     _run(here, "rollback", "live")
     assert _run(there, "pull", "live")[0]["snapshot_id"] == made[0].snapshot_id
-    pulled = pull(warehouse("c"), made[1].snapshot_id[:8])
-    assert Path(pulled.path).is_dir()
+    elsewhere = warehouse("c")
+    pulled = pull(elsewhere, made[1].snapshot_id[:8])
+    rotten = Path(pulled.path) / pulled.manifest.shards[0].file
+    right, stat = rotten.read_bytes(), rotten.stat()
+    rotten.chmod(0o644)
+    rotten.write_bytes(bytes(len(right)))
+    os.utime(rotten, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert pull(elsewhere, pulled.snapshot_id) == pulled
+    assert rotten.read_bytes() == right
+    assert len(list(elsewhere.quarantine.glob(f"*/snapshots/{pulled.snapshot_id}"))) == 1
 
 
 def test_a_snapshot_that_no_recipe_made_is_pulled_like_others(

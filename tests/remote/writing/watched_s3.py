@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -55,6 +56,11 @@ class WatchedS3:
             region="us-east-1",
             client_options={"allow_http": True},
         )
+
+    def make(self, bucket: str) -> None:
+        """Make an empty bucket."""
+        request = urllib.request.Request(f"{self.endpoint}/{bucket}", method="PUT")
+        urllib.request.urlopen(request).close()
 
     def keys(self, bucket: str, below: str = "") -> list[str]:
         """The keys of all objects below a prefix, sorted."""

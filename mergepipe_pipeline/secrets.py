@@ -1,0 +1,34 @@
+"""Texts without the secrets of addresses: passwords, signatures and tokens never leave the process.
+
+Addresses with secrets are refused where they are read. What repeats them all the same, as messages
+of client libraries do, passes through here: every error, every line for people, what is logged.
+"""
+
+from __future__ import annotations
+
+import re
+
+#: An address in a text; host and port, or a name with a revision.
+_ADDRESS = re.compile(
+    r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<place>[^\s?#\"'<>`]*)(?P<query>[?#]?[^\s\"'<>`]*)"
+)
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^:]*)(:[0-9]*)?[.,:;)]*")
+
+
+def discreet(text: str) -> str:
+    """Text for people and records: addresses in it without user, password and query.
+
+    What stands behind `?` and `#` may be a signature or a token, and so may a user's name.
+    """
+    return _ADDRESS.sub(_without_secrets, text) if "://" in text else text
+
+
+def _without_secrets(match: re.Match[str]) -> str:
+    scheme, place, query = match["scheme"], match["place"], match["query"]
+    first, slash, rest = place.partition("/")
+    user, sign, host = first.rpartition("@")
+    if sign and (scheme != "hf" or ":" in user):  # hf://model@revision
+        place = f"***@{host}{slash}{rest}"
+    elif ":" in first and not _HOST.fullmatch(first):  # a password with a slash in it
+        place = f"***@{place.rpartition('@')[2]}" if "@" in place else f"***{slash}{rest}"
+    return f"{scheme}://{place}" + (f"{query[0]}…" if len(query) > 1 else query)
