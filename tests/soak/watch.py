@@ -13,6 +13,7 @@ from dagster._core.events import StepMaterializationData
 from dagster._core.instance.utils import RUNLESS_JOB_NAME, RUNLESS_RUN_ID
 from safetensors.torch import load_file
 
+from mergepipe_pipeline.assets.freshness import on_schedule_key
 from mergepipe_pipeline.contents.quarantine import is_quarantined
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.daemon import most_at_once
@@ -93,8 +94,9 @@ class Watch:
 
     def overdue(self) -> set[str]:
         """The recipes whose release the freshness daemon calls overdue."""
-        releases = [key for key in self.instance.all_asset_keys() if key.path[-1] == "release"]
-        found = self.instance.get_freshness_state_records(releases)
+        keys = self.instance.all_asset_keys()
+        scheduled = [key for key in keys if key == on_schedule_key(key.path[0])]
+        found = self.instance.get_freshness_state_records(scheduled)
         return {
             key.path[0]
             for key, record in found.items()
@@ -112,7 +114,7 @@ class Watch:
             dg.DagsterEventType.ASSET_MATERIALIZATION.value,
             RUNLESS_JOB_NAME,
             event_specific_data=StepMaterializationData(
-                dg.AssetMaterialization([recipe, "release"])
+                dg.AssetMaterialization(on_schedule_key(recipe))
             ),
         )
         when = time.time() - 3600 * hours
