@@ -28,6 +28,7 @@ from mergepipe_pipeline.verbs.deploy import plan_recipe
 from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.warehouse import Warehouse
+from tests.contents.test_input_segments import believe
 from tests.dagster_layer.conftest import Drop
 from tests.dagster_layer.guests import ours_of
 from tests.dagster_layer.test_attempts import Sensor
@@ -122,6 +123,7 @@ def test_a_packing_that_fails_leaves_the_index_and_is_tried_again_later(
         index_arrival(home, name)
     file = max((home.inbox / "base").glob("*.safetensors"), key=lambda p: p.stat().st_size)
     flip(file)
+    believe(home, home.inbox / "base")
     ask(home, "expert_00", arrival(home, "expert_00").indexed)
     done = index_arrival(home, "expert_00", packs=True)
     assert "not those that were analysed" in done.pack_error
@@ -129,6 +131,7 @@ def test_a_packing_that_fails_leaves_the_index_and_is_tried_again_later(
     assert [x.is_indexed for x in scan_inbox(home, 0.0)] == [True, True]
     assert due(home, retry_s=1000.0) == []
     flip(file)
+    believe(home, home.inbox / "base")
     assert due(home) == ["expert_00"]
     assert index_arrival(home, "expert_00", packs=True).packs
     assert due(home) == []
@@ -166,6 +169,7 @@ def test_a_recipe_with_a_budget_waits_for_packs_and_not_for_ever(
     home.recipe_path("r").write_text(f"budget: 40%\n{BUDGET}")
     file = max((home.inbox / "base").glob("*.safetensors"), key=lambda p: p.stat().st_size)
     flip(file)
+    believe(home, home.inbox / "base")
     for _ in range(MAX_FAILURES):
         assert "waits for the packs" in said_of(home, instance)
         ask(home, "expert_00", arrival(home, "expert_00").indexed)

@@ -98,6 +98,7 @@ def test_no_other_module_knows_a_variable() -> None:
         "MERGEPIPE_TRACEBACK",
         "MERGEPIPE_DOWNLOADS",
         "MERGEPIPE_CACHE_LIMIT",
+        "MERGEPIPE_EVALUATORS",
     }
 
 

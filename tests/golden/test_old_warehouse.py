@@ -147,7 +147,8 @@ def test_inputs_are_known_at_their_new_place_and_copies_with_other_times_by_thei
     golden.register()
     before = golden.files().keys()
     assert golden.merge("ties-half")["snapshot_id"] == golden.merged("ties-half")
-    assert golden.files().keys() == before
+    added = golden.files().keys() - before  # that the inputs were read where they lie
+    assert all(name.startswith("catalog/places/") for name in added)
     for file in golden.inputs.rglob("*.safetensors"):
         os.utime(file, (1, 1))
     again = golden.merge("ties-half")

@@ -41,7 +41,7 @@ def publish(home: Warehouse, base: Checkpoint, expert: Checkpoint, plan_id: str)
     manifest = Manifest(
         plan_id,
         "ties",
-        tuple(LineageEntry(role, c.name, c.checkpoint_id) for role, c in inputs),
+        tuple(LineageEntry(role, c.name, c.layout_sha256) for role, c in inputs),
         (),
         (ShardEntry("f", "l", "1" * 64, "0" * 64, 7, ()),),
         (),
