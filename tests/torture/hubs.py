@@ -27,7 +27,7 @@ from tests.remote.servers import (
 from tests.torture import child, judge
 from tests.torture.tally import Outcome, Problem
 
-_SHORT, _LONG = 8, 400
+_SHORT, _LONG = 6, 400
 _HANGS_S = 60.0
 _KINDS = ("hub", "mirror", "web", "s3")
 #: Verbs of a try, each after those before it; `{base}` and `{expert}` are addresses.

@@ -21,7 +21,7 @@ from tests.torture.flips import ok, run_standing
 from tests.torture.tally import Outcome, Problem
 from tests.torture.world import copy_place
 
-_SHORT, _LONG = 8, 2000
+_SHORT, _LONG = 6, 2000
 _RECIPES = ("full", "other", "staged")
 _HARMS = ("flip", "flip", "vanish", "end")
 _VERBS = ("merge", "merge", "publish", "verify", "out", "gc", "deploy", "release")

@@ -26,7 +26,7 @@ from tests.torture.packed import Files, Forger, PackParts, each, odd_leaf, seale
 from tests.torture.tally import Outcome, Problem
 from tests.torture.world import copy_place
 
-_SHORT, _LONG = 8, 700
+_SHORT, _LONG = 6, 700
 #: Bytes that a command may have beside what the warmed-up process has.
 _MOST_NBYTES = 700 << 20
 _SERVER = """
