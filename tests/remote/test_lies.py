@@ -66,7 +66,7 @@ def test_what_a_lying_mirror_gave_before_it_was_found_out_is_of_no_use_for_the_h
         register(home, f"hf://org/{name}", name)
     with pytest.raises(CorruptionError, match="sends another file than it states"):
         analyze(home, ["expert_00"], base="base")
-    told = locate_checkpoint(home, "hf://org/expert_00").checkpoint_id
+    told = home.catalog.get("expert_00").checkpoint.checkpoint_id
     monkeypatch.setenv("HF_ENDPOINT", hub.url)
     assert locate_checkpoint(home, "hf://org/expert_00").checkpoint_id != told
     for name in ("base", "expert_00"):
