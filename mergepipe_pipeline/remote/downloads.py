@@ -91,7 +91,7 @@ class DownloadedFile:
         self._stated, self._comparing = stated, threading.Lock()
         self._on_lie, self._had = on_lie, bool(self._known)
         self._hash: _Hash | None = None
-        self._hashed_nbytes = 0
+        self._hashed_nbytes, self._drops = 0, 0
         self._came_nbytes = sum(p.nbytes for p in self._known)
         if stated and not pieces.is_proved(key):
             self._hash = stated.new_hash()
@@ -219,11 +219,15 @@ class DownloadedFile:
     def drop_unproved(self) -> None:
         """Let all go that came and was not compared with what its server states."""
         with self._lock:
-            if self._stated is None or self._hash is None:
-                return
-            self._pieces.drop(self._key)
-            self._known.clear()
-            self._hash, self._hashed_nbytes, self._came_nbytes = self._stated.new_hash(), 0, 0
+            if self._stated is not None and self._hash is not None:
+                self._drop(self._stated)
+
+    def _drop(self, stated: Stated) -> None:
+        """Begin anew, with the lock held."""
+        self._pieces.drop(self._key)
+        self._known.clear()
+        self._hash, self._hashed_nbytes, self._came_nbytes = stated.new_hash(), 0, 0
+        self._drops += 1
 
     def _forget(self, piece: Piece) -> None:
         """Let who reads a piece next fetch it: it failed, is damaged, or somebody collected it."""
@@ -247,10 +251,13 @@ class DownloadedFile:
         done.result()
 
     def _get(self, piece: Piece) -> None:
+        drops = self._drops
         data = self._fetch(piece.start_byte, piece.stop_byte)
         self._pieces.put(self._key, piece.start_byte, data)
         with self._lock:
-            if not piece.came:
+            if self._drops != drops and self._stated is not None:
+                self._drop(self._stated)  # it was on its way when all else was let go
+            elif not piece.came:
                 piece.came = True
                 self._came_nbytes += piece.nbytes
 

@@ -17,10 +17,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.digest import new_hash, sha256_hex
 from mergepipe_pipeline.errors import MergePipeError, StorageFullError
 from mergepipe_pipeline.remote import pieces
 from mergepipe_pipeline.remote.coalesce import coalesced
-from mergepipe_pipeline.remote.downloads import DownloadedFile
+from mergepipe_pipeline.remote.downloads import DownloadedFile, Stated
 from mergepipe_pipeline.remote.pieces import Pieces, Run
 from mergepipe_pipeline.remote.source import RemoteSource
 from mergepipe_pipeline.storage.source import FileRange
@@ -67,6 +68,29 @@ def test_in_whatever_order_a_file_is_read_its_bytes_are_right_and_asked_for_once
         again.read_into(start, memoryview(out))
         assert out == DATA[start:stop]
     assert fetched == []
+
+
+def test_a_piece_that_was_on_its_way_when_a_lie_was_found_is_not_kept(tmp_path: Path) -> None:
+    kept, lies = Pieces(tmp_path, 1 << 30), [True]
+    data = bytes(DATA)
+    stated = Stated(sha256_hex(data), len(data), new_hash)
+
+    def fetch(start: int, stop: int) -> bytearray:
+        if not lies:
+            return bytearray(data[start:stop])
+        lies.clear()
+        file.drop_unproved()  # another file of the server is found to be a lie
+        return bytearray(stop - start)
+
+    with ThreadPoolExecutor(1) as pool:
+        file = DownloadedFile("f", "k" * 32, fetch, kept, pool, stated)
+        file.begin(0, 10)
+    assert list(kept.runs("k" * 32)) == []
+    with ThreadPoolExecutor(1) as pool:
+        again = DownloadedFile("f", "k" * 32, fetch, kept, pool, stated)
+        out = bytearray(len(data))
+        again.read_into(0, memoryview(out))
+    assert out == data
 
 
 @given(
