@@ -184,7 +184,7 @@ class Forger:
             for key, table in groups:
                 writer.write_table(table, row_group_size=max(1, len(table)))
                 start, stop = stop, sink.tell()
-                placed.append([key, start, stop, seal_of(sink.getbuffer()[start:stop])])
+                placed.append([list(key), start, stop, seal_of(sink.getbuffer()[start:stop])])
             if how == "places":
                 odd_leaf(draw, placed)
             value = json.dumps(placed).encode(errors="replace")
