@@ -13,6 +13,8 @@ from mergepipe_pipeline.text import in_one_line
 
 #: Recipes that have a row, those that are current last; characters of a reason and of a word.
 _MOST_ROWS, _MOST_SHOWN, _LONGEST = 60, 140, 18
+#: The last statuses on the instance, among which ours is looked for.
+_MOST_READ = 10
 _KEY = dg.AssetKey("pipeline_status")
 _HEADERS = ("recipe", "state", "why", "since", "next")
 _TABLE, _VERSION = "recipes", "dagster/data_version"
@@ -34,14 +36,18 @@ def build_status(first_steps: str) -> dg.AssetsDefinition:
 
 
 def changed_status(
-    instance: dg.DagsterInstance, states: Mapping[str, Standing], first: str | None, now: datetime
+    instance: dg.DagsterInstance,
+    tags: Mapping[str, str],
+    states: Mapping[str, Standing],
+    first: str | None,
+    now: datetime,
 ) -> list[dg.AssetMaterialization]:
     """What shows the states if they are not what was shown last; `first` is shown without any.
 
-    A recipe's `since` is when the table first showed its state.
+    `tags` tell our warehouse from others, which may show a status of theirs on the same instance. A
+    recipe's `since` is when the table first showed its state.
     """
-    event = instance.get_latest_materialization_event(_KEY)
-    last = event.asset_materialization if event else None
+    last = _last(instance, tags)
     rows = [(name, s.state, _short(s.why), _short(s.then)) for name, s in states.items()]
     version = digest_json([rows, first])[:32]
     if last is not None and (last.tags or {}).get(_VERSION) == version:
@@ -53,7 +59,14 @@ def changed_status(
         for name, state, why, then in sorted(rows, key=lambda row: (row[1] == "current", row[0]))
     ]
     metadata = _metadata(shown) if shown else {"what to do first": first or "no recipes"}
-    return [dg.AssetMaterialization(_KEY, metadata=metadata, tags={_VERSION: version})]
+    return [dg.AssetMaterialization(_KEY, metadata=metadata, tags={**tags, _VERSION: version})]
+
+
+def _last(instance: dg.DagsterInstance, tags: Mapping[str, str]) -> dg.AssetMaterialization | None:
+    """What our warehouse showed last."""
+    records = instance.fetch_materializations(_KEY, limit=_MOST_READ).records
+    made = [r.asset_materialization for r in records]
+    return next((m for m in made if m and tags.items() <= (m.tags or {}).items()), None)
 
 
 def _metadata(rows: Sequence[tuple[str, ...]]) -> dict[str, dg.TableMetadataValue | int | str]:

@@ -187,7 +187,7 @@ def build_recipe_sensor(
         make_pools_known(instance)
         requests, states = _look(mergepipe, ours, busy, unready)
         first = None if states else first_steps(mergepipe.warehouse)
-        shown = changed_status(instance, states, first, datetime.now(UTC))
+        shown = changed_status(instance, ours.tags, states, first, datetime.now(UTC))
         if requests:
             context.log.info(separated(_lines(states)))
             return dg.SensorResult(run_requests=requests, asset_events=shown)

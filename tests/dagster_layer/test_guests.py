@@ -116,6 +116,11 @@ def test_two_warehouses_and_a_stranger_share_an_instance(
     assert known_experts(instance, home) == []
     assert known_experts(instance, other) == ["base", "more"]
     assert instance.get_dynamic_partitions("experts") == ["team-run-17"]
+    told = len(instance.fetch_materializations(dg.AssetKey("pipeline_status"), 100).records)
+    for of_whom in (ticker, second, ticker, second):  # each shows its own table, and once
+        of_whom.reasons()
+    again = instance.fetch_materializations(dg.AssetKey("pipeline_status"), 100).records
+    assert len(again) == told
 
 
 def test_a_disk_that_is_gone_is_told_by_definitions_that_were_loaded_without_it(

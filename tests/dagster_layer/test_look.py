@@ -221,7 +221,7 @@ def test_a_status_of_many_recipes_stays_small_and_shows_first_what_is_not_curren
 ) -> None:
     states = {f"r{n:03d}": standing(recipe_file, "current", "c " * 2000) for n in range(500)}
     states["z"] = failing(recipe_file, [Attempt(0.0, "it broke", Fault.UNKNOWN)], "in 30 s", 30.0)
-    (event,) = changed_status(instance, states, None, datetime(2026, 1, 2, tzinfo=UTC))
+    (event,) = changed_status(instance, {}, states, None, datetime(2026, 1, 2, tzinfo=UTC))
     rows = records_of(event.metadata["recipes"])
     assert len(rows) <= 60
     assert len(str(rows)) < 30_000
