@@ -8,7 +8,7 @@ from functools import wraps
 import dagster as dg
 from dagster._core.storage.tags import REPOSITORY_LABEL_TAG
 
-from mergepipe_pipeline.deploy.instance import own_name
+from mergepipe_pipeline.deploy.instance import is_refused, own_name
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.resources import WAREHOUSE_TAG, MergePipe
 from mergepipe_pipeline.sensors.ours import Ours
@@ -17,8 +17,6 @@ from mergepipe_pipeline.warehouse import Warehouse
 _Tick = Callable[[dg.SensorEvaluationContext, MergePipe], dg.SensorResult]
 #: Runs that tell which warehouse was here before.
 _MOST_READ = 20
-#: What the system says of what may be read and not written.
-_READ_ONLY = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 
 def while_writable(tick: _Tick) -> _Tick:
@@ -32,7 +30,7 @@ def while_writable(tick: _Tick) -> _Tick:
                 raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(root))
             return tick(context, mergepipe)
         except OSError as error:
-            if error.errno not in _READ_ONLY:
+            if not is_refused(error):
                 raise
             why = f"{error.filename or root}: {error.strerror}"
         said = f"the warehouse cannot be written: {why}; all goes on once it can be"

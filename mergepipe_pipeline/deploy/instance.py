@@ -4,14 +4,13 @@ which an instance that others use, too, knows the warehouse.
 
 from __future__ import annotations
 
-import errno
 import secrets
 import shutil
 from contextlib import suppress
 from pathlib import Path
 
 from mergepipe_pipeline.digest import digest_json
-from mergepipe_pipeline.storage.atomic import create_exclusive, write_atomic
+from mergepipe_pipeline.storage.atomic import READ_ONLY, create_exclusive, write_atomic
 from mergepipe_pipeline.storage.locks import claim_for_life, this_process
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -70,7 +69,7 @@ def identity_of(warehouse: Warehouse) -> str:
         except FileExistsError:  # another process was faster
             return path.read_text()
         except OSError as error:
-            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+            if not is_refused(error):
                 raise
         else:
             return path.read_text()
@@ -80,3 +79,8 @@ def identity_of(warehouse: Warehouse) -> str:
 def own_name(what: str, identity: str) -> str:
     """The name of a set of partitions or a pool of a warehouse; it may stand in a URL."""
     return f"mergepipe:{what}:{identity}"
+
+
+def is_refused(error: OSError) -> bool:
+    """Whether the system refuses to write, as to what may only be read."""
+    return error.errno in READ_ONLY

@@ -55,27 +55,28 @@ def move(packed: tuple[Warehouse, Packed], cold: Path) -> Moved:
     return move_to_cold(*packed, cold)
 
 
-def start_anew(tmp_path: Path, cold: Path, home: Warehouse, before: Path) -> None:
-    """Let all be as it was before the move."""
-    atomic.crash_hook = None
-    home.replaced.forget(home.replaced.ids()[0]) if home.replaced.ids() else None
-    for path in (*tmp_path.glob("e0"), *tmp_path.glob(".e0*")):
-        shutil.rmtree(path)
-    if not cold.is_relative_to(tmp_path):
-        shutil.rmtree(cold / "e0", ignore_errors=True)
-    shutil.copytree(before, tmp_path / "e0")
+def each_step(packed: tuple[Warehouse, Packed], cold: Path, tmp_path: Path) -> Iterator[int]:
+    """The steps of a move; at each of them all is as it was before the move."""
+    home, before = packed[0], tmp_path / "before"
+    shutil.copytree(tmp_path / "e0", before)
+    for step in range(count_steps(lambda: move(packed, cold))):
+        atomic.crash_hook = None
+        for moved in home.replaced.ids():
+            home.replaced.forget(moved)
+        for path in (*tmp_path.glob("e0"), *tmp_path.glob(".e0*")):
+            shutil.rmtree(path)
+        if not cold.is_relative_to(tmp_path):
+            shutil.rmtree(cold / "e0", ignore_errors=True)
+        shutil.copytree(before, tmp_path / "e0")
+        yield step
 
 
 def test_what_comes_at_any_step_of_a_move_stays_and_is_named(
     packed: tuple[Warehouse, Packed], cold: Path, tmp_path: Path
 ) -> None:
-    home, root = packed[0], tmp_path / "e0"
-    shutil.copytree(root, tmp_path / "before")
+    root, named = tmp_path / "e0", 0
     before = files_in(root)
-    steps = count_steps(lambda: move(packed, cold))
-    named = 0
-    for step in range(steps):
-        start_anew(tmp_path, cold, home, tmp_path / "before")
+    for step in each_step(packed, cold, tmp_path):
         seen = 0
 
         def write(_: str, step: int = step) -> None:
@@ -104,11 +105,8 @@ def test_a_move_that_is_killed_at_any_step_leaves_the_files_or_what_gives_them_b
     packed: tuple[Warehouse, Packed], cold: Path, tmp_path: Path
 ) -> None:
     home, root = packed[0], tmp_path / "e0"
-    shutil.copytree(root, tmp_path / "before")
     before = files_in(root)
-    steps = count_steps(lambda: move(packed, cold))
-    for step in range(steps):
-        start_anew(tmp_path, cold, home, tmp_path / "before")
+    for step in each_step(packed, cold, tmp_path):
         crash_at(step)
         with pytest.raises(Crash):
             move(packed, cold)
