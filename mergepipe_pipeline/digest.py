@@ -128,19 +128,19 @@ def unseal(data: bytes, where: str) -> dict[str, Any]:
             next_step=_RESTORE,
         ) from error
     try:
-        is_own, found = seal(value) == data, digest_json(value)
+        if seal(value) == data:
+            assert isinstance(value, dict)
+            return value
+        found = digest_json(value)
     except (ValueError, RecursionError):  # NaN, half a character, a depth that nobody writes
-        is_own, found = False, "of nothing"
-    if not is_own:
-        raise CorruptionError(
-            "A sealed JSON file was changed after it was written",
-            where=where,
-            expected=f"sha256 {str(stated)[:16]}",
-            found=f"sha256 {found[:16]}",
-            next_step=_RESTORE,
-        )
-    assert isinstance(value, dict)
-    return value
+        found = "of nothing"
+    raise CorruptionError(
+        "A sealed JSON file was changed after it was written",
+        where=where,
+        expected=f"sha256 {str(stated)[:16]}",
+        found=f"sha256 {found[:16]}",
+        next_step=_RESTORE,
+    )
 
 
 def seal_line(line: bytes) -> bytes:
