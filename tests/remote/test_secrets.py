@@ -43,6 +43,11 @@ VERBS: tuple[tuple[str, ...], ...] = (
     ("ls", "ADDRESS"),
     ("pack", "ADDRESS"),
     ("extract-lora", "ADDRESS", "ADDRESS", "--out", "out"),
+    # Where a path is expected: of an address it keeps one slash of two.
+    ("check", "ADDRESS"),
+    ("merge", "ADDRESS"),
+    ("convert", "ADDRESS", "--out", "out"),
+    ("merge", "RECIPE", "--out", "ADDRESS"),
 )
 RECIPES = (
     "merge_method: linear\nmodels:\n  - {{model: {0!r}, parameters: {{weight: 1}}}}\n",
