@@ -7,6 +7,7 @@ import uuid
 from pathlib import Path
 
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
+from mergepipe_pipeline.remote.address import SCHEMES
 from mergepipe_pipeline.snapshots.find import read_manifest
 from mergepipe_pipeline.spec.snapshot import MANIFEST
 
@@ -22,11 +23,15 @@ def staging_name(out: Path, run: str) -> str:
 def check_out(out: str | Path, warehouse: Path) -> Path:
     """The absolute path of an output folder, `~` expanded, if a folder can be made there.
 
-    Raises MergePipeError for one that cannot be, that is a link or the current folder, that holds
-    something else, or where one of it and the warehouse would be inside the other. Makes nothing.
+    Raises MergePipeError for an address, for a folder that cannot be, that is a link or the current
+    one, that holds something else, or where one of it and the warehouse would be inside the other.
+    Makes nothing.
     """
     if not str(out):
         raise _refused(str(out), "an empty name")
+    scheme, is_after, _ = str(out).partition(":/")  # a path keeps one slash of two
+    if is_after and scheme in SCHEMES:
+        raise _refused(str(out), "an address: `mergepipe push` sends a snapshot there")
     try:
         path = Path(out).expanduser()
         if path.is_symlink():

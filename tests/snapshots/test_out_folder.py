@@ -34,6 +34,8 @@ def warehouse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("out", "told"),
     [
         ("", "an empty name"),
+        ("s3://bucket/model", "an address: `mergepipe push`"),
+        (Path("https://host/model"), "an address: `mergepipe push`"),
         (".", "the current folder"),
         ("../here", "the current folder"),
         ("~", "the warehouse at"),
@@ -57,7 +59,7 @@ def warehouse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_a_place_that_cannot_be_is_refused(
-    warehouse: Path, tmp_path: Path, out: str, told: str
+    warehouse: Path, tmp_path: Path, out: str | Path, told: str
 ) -> None:
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(MergePipeError) as caught:
