@@ -58,7 +58,7 @@ types: venv
 
 # Before the suite, beside another check: its workers would compile them each for itself.
 kernels: venv
-	$(BIN)/python -m tests.kernels
+	$(BIN)/python -m tests.support.kernels
 
 layers: venv
 	$(BIN)/lint-imports
@@ -68,17 +68,17 @@ pytest: venv
 
 bench: venv
 	mkdir -p bench
-	$(BIN)/python -m tests.benchmarks.bench_startup --preset $(BENCH_PRESET) -k $(firstword $(BENCH_K)) \
+	$(BIN)/python -m tests.lab.bench.bench_startup --preset $(BENCH_PRESET) -k $(firstword $(BENCH_K)) \
 		--rounds $(BENCH_ROUNDS) --json $(BENCH_ROWS)
-	$(BIN)/python -m tests.benchmarks.bench_merge --preset $(BENCH_PRESET) -k $(BENCH_K) \
+	$(BIN)/python -m tests.lab.bench.bench_merge --preset $(BENCH_PRESET) -k $(BENCH_K) \
 		--rounds $(BENCH_ROUNDS) $(BENCH_PEER) --json $(BENCH_ROWS)
-	$(BIN)/python -m tests.benchmarks.report $(BENCH_ROWS) --out $(BENCH_RESULTS)
+	$(BIN)/python -m tests.lab.bench.report $(BENCH_ROWS) --out $(BENCH_RESULTS)
 
 torture: venv
-	$(BIN)/python -m tests.torture $(TORTURE)
+	$(BIN)/python -m tests.lab.torture $(TORTURE)
 
 soak: venv
-	$(BIN)/python -W ignore -m tests.soak --minutes 10
+	$(BIN)/python -W ignore -m tests.lab.soak --minutes 10
 
 clean-demo:
 	rm -rf $(DEMO_HOME)

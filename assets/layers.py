@@ -32,10 +32,10 @@ from mergepipe_pipeline.assets.metadata import (
 )
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.digest import digest_json
+from mergepipe_pipeline.domain.outcome import LayerOutcome, Realised
+from mergepipe_pipeline.domain.plan import LayerTask, MergePlan
 from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.resources import Engine, MergePipe
-from mergepipe_pipeline.spec.outcome import LayerOutcome, Realised
-from mergepipe_pipeline.spec.plan import LayerTask, MergePlan
 from mergepipe_pipeline.verbs.deploy import (
     current_plan,
     merge_recipe,

@@ -17,17 +17,17 @@ import dagster as dg
 from mergepipe_pipeline.assets.links import Link
 from mergepipe_pipeline.deploy.layer_records import LayerRecord
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
+from mergepipe_pipeline.domain.evaluation import Metrics, Verdict, figure
+from mergepipe_pipeline.domain.layers import layer_count, layer_name
+from mergepipe_pipeline.domain.outcome import LayerOutcome, Realised
+from mergepipe_pipeline.domain.plan import LayerTask, MergePlan, TensorTask
+from mergepipe_pipeline.domain.shard import Shard
+from mergepipe_pipeline.domain.snapshot import Ref, operator_counts
+from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.report import conflict_tables as tables
 from mergepipe_pipeline.report.explain_tables import bytes_picture
 from mergepipe_pipeline.report.predicted import why_no_error
 from mergepipe_pipeline.report.shares import operator_choices, shares
-from mergepipe_pipeline.spec.evaluation import Metrics, Verdict, figure
-from mergepipe_pipeline.spec.layers import layer_count, layer_name
-from mergepipe_pipeline.spec.outcome import LayerOutcome, Realised
-from mergepipe_pipeline.spec.plan import LayerTask, MergePlan, TensorTask
-from mergepipe_pipeline.spec.shard import Shard
-from mergepipe_pipeline.spec.snapshot import Ref, operator_counts
-from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.text import in_one_line, markdown, percent, size
 from mergepipe_pipeline.verbs.curve import (
     RecipeCurve,

@@ -38,9 +38,9 @@ from mergepipe_pipeline.assets.metadata import (
 from mergepipe_pipeline.assets.problems import problem_asset
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.digest import digest_json
+from mergepipe_pipeline.domain.selector import by_expert
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.resources import Engine, MergePipe
-from mergepipe_pipeline.spec.selector import by_expert
 from mergepipe_pipeline.text import in_one_line
 from mergepipe_pipeline.verbs.audit import audit_budget, audit_recipe
 from mergepipe_pipeline.verbs.curve import curve_of_plan

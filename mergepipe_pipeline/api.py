@@ -17,6 +17,8 @@ from typing import Any
 
 import yaml
 
+from mergepipe_pipeline.domain.plan import MergePlan
+from mergepipe_pipeline.domain.snapshot import Manifest
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import BudgetError, RecipeError
 from mergepipe_pipeline.execution.planning import make_plan
@@ -24,8 +26,6 @@ from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.resolution.recipe_text import SCHEMAS, parse
 from mergepipe_pipeline.resolution.selected import Registered
-from mergepipe_pipeline.spec.plan import MergePlan
-from mergepipe_pipeline.spec.snapshot import Manifest
 from mergepipe_pipeline.warehouse import Warehouse
 
 

@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, settings
 
 from mergepipe_pipeline.storage import atomic
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.family import make_family
+from tests.support.family import make_family
 
 #: A text like `org/model` is a name of the hub, which no test may ask.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def no_write_waits_for_the_disk() -> Iterator[None]:
     """What tests write need not survive a power loss, and a merge waits for the disk a hundred
-    times. That the program does so is proven by `tests/torture`, in processes of their own.
+    times. That the program does so is proven by `tests/lab/torture`, in processes of their own.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", os.fstat)
@@ -98,7 +98,7 @@ def home(tmp_path: Path) -> Warehouse:
 @pytest.fixture(scope="module")
 def baselines() -> Iterator[None]:
     """Plans may follow the strategies that the benchmarks compare with."""
-    from tests.benchmarks import baselines as benchmarks
+    from tests.lab.bench import baselines as benchmarks
 
     with benchmarks.baselines():
         yield

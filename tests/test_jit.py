@@ -74,7 +74,7 @@ def test_every_cached_kernel_lies_where_its_freshness_is_looked_after() -> None:
     for path in with_cache:
         assert not re.search(r"numba\.(njit|jit)\(.*cache=True", path.read_text()), path
     named = {str(p.relative_to(PACKAGE)) for p in jit.kernel_sources()}
-    assert {"bfloat16.py", "operators/kernels/splitmix.py", "spec/stats.py"} <= named
+    assert {"bfloat16.py", "operators/kernels/splitmix.py", "domain/stats.py"} <= named
 
 
 def test_kernels_are_found_whatever_encoding_the_locale_has() -> None:

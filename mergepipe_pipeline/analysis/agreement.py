@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from mergepipe_pipeline.arrays import F64Array, U16Array
-from mergepipe_pipeline.spec.stats import SAMPLE_WIDTH, SKETCH_WIDTH, TensorStats, widened
+from mergepipe_pipeline.domain.stats import SAMPLE_WIDTH, SKETCH_WIDTH, TensorStats, widened
 
 #: How far bfloat16 sketches turn a cosine, at most; blocks do not average it out.
 _ROUNDING = 2.0**-18

@@ -18,8 +18,8 @@ import numpy as np
 from mergepipe_pipeline.analysis.agreement import Agreement, Sums, sums_of
 from mergepipe_pipeline.arrays import F64Array
 from mergepipe_pipeline.digest import digest_json, sha256_hex
-from mergepipe_pipeline.spec.layers import layer_count, layer_name, layer_order
-from mergepipe_pipeline.spec.stats import ExpertStats
+from mergepipe_pipeline.domain.layers import layer_count, layer_name, layer_order
+from mergepipe_pipeline.domain.stats import ExpertStats
 
 #: Two experts whose deltas have at least this cosine tell a merge nearly the same.
 REDUNDANT_COSINE = 0.95

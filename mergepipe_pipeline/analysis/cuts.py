@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from mergepipe_pipeline.analysis.order import KEEP_ALL, KEEP_NONE, from_top
-from mergepipe_pipeline.spec.blocks import BlockGrid
-from mergepipe_pipeline.spec.plan import TrimRule
-from mergepipe_pipeline.spec.stats import HIST_SHIFT, Magnitudes, TensorStats
+from mergepipe_pipeline.domain.blocks import BlockGrid
+from mergepipe_pipeline.domain.plan import TrimRule
+from mergepipe_pipeline.domain.stats import HIST_SHIFT, Magnitudes, TensorStats
 
 
 def plain_rule(stats: TensorStats, keep: int) -> TrimRule | None:

@@ -8,10 +8,10 @@ from contextlib import ExitStack
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.digest import segment_digests
+from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
+from mergepipe_pipeline.domain.segments import COARSE_ELEMS, KnownSegments, Segments
+from mergepipe_pipeline.domain.view import TensorView, view_of
 from mergepipe_pipeline.dtypes import itemsize
-from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
-from mergepipe_pipeline.spec.segments import COARSE_ELEMS, KnownSegments, Segments
-from mergepipe_pipeline.spec.view import TensorView, view_of
 from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.source import FetchedAhead, FileRange, open_source
 from mergepipe_pipeline.tensors.stored import read_stored

@@ -12,12 +12,12 @@ import numpy as np
 
 from mergepipe_pipeline.analysis.magnitudes import BINS, Room, end_block
 from mergepipe_pipeline.arrays import F32Array, F64Array, I32Array, I64Array, U16Array, U32Array
+from mergepipe_pipeline.domain.blocks import BlockGrid
+from mergepipe_pipeline.domain.stats import HIST_SHIFT, SAMPLE_WIDTH, SKETCH_WIDTH
 from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.operators.kernels.kept_l1 import CHUNK_ELEMS, LANES, subtract
 from mergepipe_pipeline.operators.kernels.splitmix import GAMMA
 from mergepipe_pipeline.operators.kernels.uniforms import mixed
-from mergepipe_pipeline.spec.blocks import BlockGrid
-from mergepipe_pipeline.spec.stats import HIST_SHIFT, SAMPLE_WIDTH, SKETCH_WIDTH
 
 _SHIFT, _LOW = np.uint32(HIST_SHIFT), np.uint32((1 << HIST_SHIFT) - 1)
 _SIZE = np.uint32(0x7FFFFFFF)

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from mergepipe_pipeline.arrays import I32Array, I64Array, U32Array
+from mergepipe_pipeline.domain.blocks import BlockGrid
+from mergepipe_pipeline.domain.stats import HIST_SHIFT, Magnitudes
 from mergepipe_pipeline.jit import cached_njit
-from mergepipe_pipeline.spec.blocks import BlockGrid
-from mergepipe_pipeline.spec.stats import HIST_SHIFT, Magnitudes
 
 #: Half of float32's patterns: signs are left out.
 BINS = 1 << (32 - HIST_SHIFT - 1)
@@ -27,7 +27,7 @@ _DIGITS = 1 << _DIGIT_BITS
 
 
 class Room(NamedTuple):
-    """Room for the magnitudes of a window of whole blocks, as `spec.stats.Magnitudes` has them.
+    """Room for the magnitudes of a window of whole blocks, as `domain.stats.Magnitudes` has them.
 
     `aside` [2, m + 2] is for the m elements that one block may set aside; `lost` [1] says how many
     blocks had more.

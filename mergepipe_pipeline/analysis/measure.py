@@ -17,12 +17,12 @@ from mergepipe_pipeline.analysis.order import Histogram, InBin, bits_at, in_bin,
 from mergepipe_pipeline.analysis.pass_windows import GroupWindow
 from mergepipe_pipeline.analysis.stream import WindowReader
 from mergepipe_pipeline.arrays import U32Array
+from mergepipe_pipeline.domain.checkpoint import Checkpoint
+from mergepipe_pipeline.domain.plan import TensorTask
+from mergepipe_pipeline.domain.segments import KnownSegments
+from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.operators import Window
 from mergepipe_pipeline.operators.steps.tensor_measures import Largest, Measure, Quantiles, Sums
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.spec.plan import TensorTask
-from mergepipe_pipeline.spec.segments import KnownSegments
-from mergepipe_pipeline.spec.view import TensorView
 
 T = TypeVar("T")
 

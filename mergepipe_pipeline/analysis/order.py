@@ -14,8 +14,8 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from mergepipe_pipeline.arrays import I64Array, U16Array, U32Array
-from mergepipe_pipeline.spec.plan import TrimRule
-from mergepipe_pipeline.spec.stats import HIST_SHIFT
+from mergepipe_pipeline.domain.plan import TrimRule
+from mergepipe_pipeline.domain.stats import HIST_SHIFT
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from mergepipe_pipeline.arrays import F32Array
-from mergepipe_pipeline.spec.view import TensorView
+from mergepipe_pipeline.domain.view import TensorView
 
 if TYPE_CHECKING:
     import torch

@@ -17,6 +17,12 @@ import torch
 from mergepipe_pipeline.analysis.pass_windows import DeltaWindow
 from mergepipe_pipeline.analysis.stream import WindowReader
 from mergepipe_pipeline.arrays import F32Array
+from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.operator import Fact
+from mergepipe_pipeline.domain.plan import TensorTask, TrimRule
+from mergepipe_pipeline.domain.segments import KnownSegments
+from mergepipe_pipeline.domain.stats import ExpertStats
+from mergepipe_pipeline.domain.view import TensorView, moved
 from mergepipe_pipeline.operators import Window
 from mergepipe_pipeline.operators.kernels.kept_l1 import (
     CHUNK_ELEMS,
@@ -27,12 +33,6 @@ from mergepipe_pipeline.operators.kernels.kept_l1 import (
 from mergepipe_pipeline.operators.steps import sparsify
 from mergepipe_pipeline.operators.steps.open_trim import Run, closed
 from mergepipe_pipeline.operators.steps.random import keep_below, stream_key
-from mergepipe_pipeline.spec.model import Model
-from mergepipe_pipeline.spec.operator import Fact
-from mergepipe_pipeline.spec.plan import TensorTask, TrimRule
-from mergepipe_pipeline.spec.segments import KnownSegments
-from mergepipe_pipeline.spec.stats import ExpertStats
-from mergepipe_pipeline.spec.view import TensorView, moved
 
 Pair = tuple[str, str]
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 
 from mergepipe_pipeline.arrays import F32Array
+from mergepipe_pipeline.domain.plan import TensorTask
 from mergepipe_pipeline.operators import OPERATORS, Operator, Window
 from mergepipe_pipeline.operators.steps.fused_kernel import FusedKernel
-from mergepipe_pipeline.spec.plan import TensorTask
 
 Samples = F32Array
 

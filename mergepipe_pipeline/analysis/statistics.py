@@ -24,13 +24,11 @@ from mergepipe_pipeline.analysis.pass_windows import DeltaWindow, Family
 from mergepipe_pipeline.analysis.stream import WINDOW_ELEMS, WindowReader
 from mergepipe_pipeline.arrays import F32Array, F64Array, I64Array, U16Array
 from mergepipe_pipeline.digest import segment_digests, sha256_hex
-from mergepipe_pipeline.dtypes import itemsize
-from mergepipe_pipeline.operators.kernels.kept_l1 import CHUNK_ELEMS
-from mergepipe_pipeline.spec.blocks import BlockGrid
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.spec.model import Model
-from mergepipe_pipeline.spec.segments import KnownSegments, Segments, levels_for
-from mergepipe_pipeline.spec.stats import (
+from mergepipe_pipeline.domain.blocks import BlockGrid
+from mergepipe_pipeline.domain.checkpoint import Checkpoint
+from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.segments import KnownSegments, Segments, levels_for
+from mergepipe_pipeline.domain.stats import (
     SAMPLE_WIDTH,
     SKETCH_WIDTH,
     Magnitudes,
@@ -38,7 +36,9 @@ from mergepipe_pipeline.spec.stats import (
     narrowed,
     widened,
 )
-from mergepipe_pipeline.spec.view import TensorView, moved
+from mergepipe_pipeline.domain.view import TensorView, moved
+from mergepipe_pipeline.dtypes import itemsize
+from mergepipe_pipeline.operators.kernels.kept_l1 import CHUNK_ELEMS
 
 Pair = tuple[str, str]
 S = TypeVar("S", bound=np.generic)

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, TypeVar
 from mergepipe_pipeline.analysis.ahead import Buffers, Job, RunAhead
 from mergepipe_pipeline.analysis.pass_windows import DeltaWindow, Family, GroupWindow
 from mergepipe_pipeline.arrays import F32Array
+from mergepipe_pipeline.domain.checkpoint import Checkpoint
+from mergepipe_pipeline.domain.segments import KnownSegments
+from mergepipe_pipeline.domain.view import TensorView, parts_of
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.operators.kernels.kept_l1 import CHUNK_ELEMS
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.spec.segments import KnownSegments
-from mergepipe_pipeline.spec.view import TensorView, parts_of
 from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.source import FetchedAhead, FileRange, open_source
 from mergepipe_pipeline.storage.uncached import fits_page_cache

@@ -17,11 +17,11 @@ from mergepipe_pipeline.analysis.order import Histogram, InBin, keep_largest
 from mergepipe_pipeline.analysis.pass_windows import DeltaWindow
 from mergepipe_pipeline.analysis.stream import WindowReader
 from mergepipe_pipeline.arrays import U32Array
-from mergepipe_pipeline.spec.model import Model
-from mergepipe_pipeline.spec.plan import TrimRule
-from mergepipe_pipeline.spec.segments import KnownSegments
-from mergepipe_pipeline.spec.stats import HIST_SHIFT, ExpertStats
-from mergepipe_pipeline.spec.view import TensorView, moved
+from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.plan import TrimRule
+from mergepipe_pipeline.domain.segments import KnownSegments
+from mergepipe_pipeline.domain.stats import HIST_SHIFT, ExpertStats
+from mergepipe_pipeline.domain.view import TensorView, moved
 
 Pair = tuple[str, str]
 T = TypeVar("T")

@@ -30,8 +30,8 @@ from mergepipe_pipeline.catalog.seals import (
     version,
     write_sealed,
 )
+from mergepipe_pipeline.domain.stats import ExpertStats, Magnitudes, TensorStats
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.spec.stats import ExpertStats, Magnitudes, TensorStats
 
 Pair = tuple[str, str]
 

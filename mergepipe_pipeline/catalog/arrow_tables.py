@@ -12,8 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mergepipe_pipeline.domain.checkpoint import Checkpoint, FileEntry, TensorEntry
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.spec.checkpoint import Checkpoint, FileEntry, TensorEntry
 from mergepipe_pipeline.storage.side_files import SideStamp
 
 FACTS_KEY = b"mergepipe"

@@ -25,13 +25,13 @@ from mergepipe_pipeline.catalog.seals import (
     version,
     write_sealed,
 )
+from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.errors import (
     CheckpointError,
     CorruptionError,
     MergePipeError,
     NotFoundError,
 )
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.storage.chain import (
     NAME,
     NAME_FORM,

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from mergepipe_pipeline.catalog import arrow_tables as tables
 from mergepipe_pipeline.catalog.seals import read_facts
 from mergepipe_pipeline.digest import digest_json
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.storage.side_files import SideStamp
 
 #: Size and time of last change of a file (`seals.version`).

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from mergepipe_pipeline.catalog.row_groups import RowGroups, encode_groups
-from mergepipe_pipeline.spec.stats import ExpertStats, Magnitudes
+from mergepipe_pipeline.domain.stats import ExpertStats, Magnitudes
 
 Pair = tuple[str, str]
 

@@ -1,7 +1,7 @@
 """Digests of segments in files, by checkpoint; a row group holds those of some tensors.
 
 A merge asks for one tensor after the other in the checkpoint's order: it holds one row group of
-each input. `spec.segments` says what a segment is.
+each input. `domain.segments` says what a segment is.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ import pyarrow as pa
 from mergepipe_pipeline.arrays import I64Array, U16Array
 from mergepipe_pipeline.catalog.arrow_tables import NOISE, corruption_named, decode, encode
 from mergepipe_pipeline.catalog.seals import seal_of
+from mergepipe_pipeline.domain.blocks import BlockGrid
+from mergepipe_pipeline.domain.stats import SAMPLE_WIDTH, SKETCH_WIDTH, ExpertStats, TensorStats
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.spec.blocks import BlockGrid
-from mergepipe_pipeline.spec.stats import SAMPLE_WIDTH, SKETCH_WIDTH, ExpertStats, TensorStats
 
 #: Bins and their counts, as `TensorStats` has them.
 Histogram = tuple[U16Array, I64Array]

@@ -11,7 +11,7 @@ from mergepipe_pipeline.cli.common import Console, table, verb
 from mergepipe_pipeline.text import size
 
 if TYPE_CHECKING:
-    from mergepipe_pipeline.spec.machine_profile import EnginePace
+    from mergepipe_pipeline.domain.machine_profile import EnginePace
 
 
 class _Place(click.Path):

@@ -13,7 +13,7 @@ import click
 from mergepipe_pipeline.cli.common import Console, recipe_folder, verb
 
 if TYPE_CHECKING:
-    from mergepipe_pipeline.spec.evaluation import Evaluation, Evaluator
+    from mergepipe_pipeline.domain.evaluation import Evaluation, Evaluator
     from mergepipe_pipeline.warehouse import Warehouse
 
 
@@ -104,8 +104,8 @@ def _evaluator(
     timeout_s: float | None,
 ) -> tuple[Evaluator, Path]:
     """The evaluator that the options name, and the folder of its paths."""
+    from mergepipe_pipeline.domain.evaluation import Evaluator, Perplexity
     from mergepipe_pipeline.resolution.recipe_text import load_recipe
-    from mergepipe_pipeline.spec.evaluation import Evaluator, Perplexity
     from mergepipe_pipeline.verbs.gate import require_evaluator
 
     if recipe is not None:

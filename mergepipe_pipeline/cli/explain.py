@@ -17,9 +17,9 @@ from mergepipe_pipeline.cli.selected import selected_lines
 from mergepipe_pipeline.text import percent, size
 
 if TYPE_CHECKING:
+    from mergepipe_pipeline.domain.plan import MergePlan
     from mergepipe_pipeline.report.shares import LevelShare, OperatorChoice, Share
     from mergepipe_pipeline.report.stories import ExpertStory, SnapshotStory, TensorStory
-    from mergepipe_pipeline.spec.plan import MergePlan
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,11 @@ from mergepipe_pipeline.cli.shards import cut_of, exported
 from mergepipe_pipeline.text import percent, size
 
 if TYPE_CHECKING:
+    from mergepipe_pipeline.domain.plan import MergePlan
     from mergepipe_pipeline.execution.run import MergeOutcome
     from mergepipe_pipeline.facts.packs import PackedCost
     from mergepipe_pipeline.remote.egress import Egress
     from mergepipe_pipeline.resolution.resolve import ResolvedRecipe
-    from mergepipe_pipeline.spec.plan import MergePlan
 
 
 _COUNT = click.IntRange(min=1)

@@ -11,7 +11,7 @@ import click
 from mergepipe_pipeline.cli.common import Console, verb
 
 if TYPE_CHECKING:
-    from mergepipe_pipeline.spec.operator import OperatorSchema, Parameter
+    from mergepipe_pipeline.domain.operator import OperatorSchema, Parameter
 
 _WIDTH = 92
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from mergepipe_pipeline.cli.common import table
 
 if TYPE_CHECKING:
-    from mergepipe_pipeline.spec.selector import Selected
+    from mergepipe_pipeline.domain.selector import Selected
 
 
 def selected_lines(selected: Sequence[Selected]) -> list[str]:

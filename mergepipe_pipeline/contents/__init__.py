@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import mergepipe_pipeline.remote  # noqa: F401  roots may be addresses, which it opens
-from mergepipe_pipeline.spec.checkpoint import AWAY
+from mergepipe_pipeline.domain.checkpoint import AWAY
 from mergepipe_pipeline.storage.source import SCHEMES, CheckpointSource, Reading
 
 

@@ -19,12 +19,12 @@ from mergepipe_pipeline.contents.away import open_root
 from mergepipe_pipeline.contents.input_segments import checkpoint_inputs
 from mergepipe_pipeline.contents.other_codecs import refuse_other_codec
 from mergepipe_pipeline.contents.rests import refuse_damaged_rest
+from mergepipe_pipeline.domain.checkpoint import Checkpoint
+from mergepipe_pipeline.domain.view import view_of
 from mergepipe_pipeline.errors import CheckpointChangedError, CheckpointError, CorruptionError
 from mergepipe_pipeline.packs.decoded import Decoder, StoredBytes
 from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.replaced import MovedFile, Replaced, came_back
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.spec.view import view_of
 from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.source import LocalSource, Reading, open_source
 from mergepipe_pipeline.warehouse import Warehouse

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from mergepipe_pipeline.contents.other_codecs import refuse_other_codec
+from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.errors import CorruptionError, DamagedPackError, PackVersionError
 from mergepipe_pipeline.packs.replaced import Replaced
-from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.storage.atomic import rename
 from mergepipe_pipeline.warehouse import Warehouse
 

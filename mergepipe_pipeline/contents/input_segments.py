@@ -20,13 +20,13 @@ from mergepipe_pipeline.contents.tensor_digests import (
     take_segments,
 )
 from mergepipe_pipeline.digest import digest_json
+from mergepipe_pipeline.domain.checkpoint import Checkpoint
+from mergepipe_pipeline.domain.model import Model, view_digest
+from mergepipe_pipeline.domain.plan import LayerTask, MergePlan, Source
+from mergepipe_pipeline.domain.segments import COARSE_ELEMS, Segments, segment_elems_for
+from mergepipe_pipeline.domain.view import Part, TensorView, sources_of
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.progress import Progress
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.spec.model import Model, view_digest
-from mergepipe_pipeline.spec.plan import LayerTask, MergePlan, Source
-from mergepipe_pipeline.spec.segments import COARSE_ELEMS, Segments, segment_elems_for
-from mergepipe_pipeline.spec.view import Part, TensorView, sources_of
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -93,7 +93,7 @@ def _coarse(warehouse: Warehouse, checkpoints: Sequence[Checkpoint]) -> Inputs:
 
 
 class Inputs:
-    """The segments of checkpoints by number (`spec.segments.KnownSegments`). Safe for threads.
+    """The segments of checkpoints by number (`domain.segments.KnownSegments`). Safe for threads.
 
     Raises CorruptionError for what is not as it was analysed.
     """

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
+from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.errors import CorruptionError, PackVersionError
 from mergepipe_pipeline.packs.contents import holds
 from mergepipe_pipeline.packs.index import read_any_contents
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
 
 

@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 from mergepipe_pipeline.catalog.formats import PLACES
 from mergepipe_pipeline.digest import digest_json, seal, unseal
+from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.storage.atomic import READ_ONLY, create_exclusive, write_atomic
 from mergepipe_pipeline.warehouse import Warehouse
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from mergepipe_pipeline.domain.checkpoint import AWAY
 from mergepipe_pipeline.errors import CheckpointError, CorruptionError
 from mergepipe_pipeline.packs.replaced import came_back
-from mergepipe_pipeline.spec.checkpoint import AWAY
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: The root of a checkpoint that is away, in the place that an error names.

@@ -16,13 +16,13 @@ from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.catalog.segment_files import SegmentFiles, put_segments
 from mergepipe_pipeline.contents.places import Places, place_of
 from mergepipe_pipeline.digest import SEGMENT_DIGEST_NBYTES, digest_json
+from mergepipe_pipeline.domain.blocks import BlockGrid
+from mergepipe_pipeline.domain.checkpoint import Checkpoint
+from mergepipe_pipeline.domain.segments import COARSE_ELEMS, Segments, levels_for
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.snapshots.checks import verify_with_progress
 from mergepipe_pipeline.snapshots.find import load_snapshot
-from mergepipe_pipeline.spec.blocks import BlockGrid
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.spec.segments import COARSE_ELEMS, Segments, levels_for
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: Root and stamp of the snapshots that this process has checked.

@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mergepipe_pipeline.digest import seal, unseal
+from mergepipe_pipeline.domain.outcome import LayerOutcome, Realised
+from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.spec.outcome import LayerOutcome, Realised
-from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.storage.atomic import remove_tree, write_atomic
 
 

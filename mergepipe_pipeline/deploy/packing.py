@@ -11,8 +11,8 @@ from functools import cached_property
 
 from mergepipe_pipeline.deploy.arrivals import MAX_FAILURES, Arrival, arrival
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, bases_read
+from mergepipe_pipeline.domain.recipe import Budget
 from mergepipe_pipeline.errors import MergePipeError
-from mergepipe_pipeline.spec.recipe import Budget
 from mergepipe_pipeline.warehouse import Warehouse
 
 

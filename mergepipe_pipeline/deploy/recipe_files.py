@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mergepipe_pipeline.digest import digest_json
+from mergepipe_pipeline.domain.checkpoint import Checkpoint
+from mergepipe_pipeline.domain.layers import layer_count, layer_name, layer_order
+from mergepipe_pipeline.domain.recipe import ModelRef
+from mergepipe_pipeline.domain.selector import Selected
 from mergepipe_pipeline.errors import CorruptionError, RecipeError
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.resolution.resolve import foreseen, open_stage
 from mergepipe_pipeline.resolution.selected import Registered
 from mergepipe_pipeline.snapshots.refs import RefStore
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.spec.layers import layer_count, layer_name, layer_order
-from mergepipe_pipeline.spec.recipe import ModelRef
-from mergepipe_pipeline.spec.selector import Selected
 from mergepipe_pipeline.text import escaped
 from mergepipe_pipeline.warehouse import Warehouse
 

@@ -18,10 +18,10 @@ from mergepipe_pipeline.deploy.arrivals import arrival, mark_changed, place_of, 
 from mergepipe_pipeline.deploy.inbox import reason_not_indexed
 from mergepipe_pipeline.deploy.stamps import stamps_of
 from mergepipe_pipeline.digest import digest_json
+from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.errors import CheckpointError, InputChangedError, MergePipeError
 from mergepipe_pipeline.remote.address import is_address
 from mergepipe_pipeline.resolution.locate import expected_place
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.storage.roots import why_unmounted
 from mergepipe_pipeline.warehouse import Warehouse
 

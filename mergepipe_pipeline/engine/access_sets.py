@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from mergepipe_pipeline.domain.blocks import Range, clip, coalesce
+from mergepipe_pipeline.domain.pack import TIERS_OF, Tier
+from mergepipe_pipeline.domain.plan import ExpertInput, LayerTask, TensorTask
+from mergepipe_pipeline.domain.view import Part, TensorView
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.packs.reader import Allowed
-from mergepipe_pipeline.spec.blocks import Range, clip, coalesce
-from mergepipe_pipeline.spec.pack import TIERS_OF, Tier
-from mergepipe_pipeline.spec.plan import ExpertInput, LayerTask, TensorTask
-from mergepipe_pipeline.spec.view import Part, TensorView
 from mergepipe_pipeline.storage.source import FileRange
 
 

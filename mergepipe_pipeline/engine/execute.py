@@ -24,6 +24,8 @@ from mergepipe_pipeline.concurrency.free_list import FreeList
 from mergepipe_pipeline.concurrency.lookahead import lookahead
 from mergepipe_pipeline.concurrency.threads import READING, single_threaded_torch
 from mergepipe_pipeline.concurrency.workers import Workers
+from mergepipe_pipeline.domain.plan import LayerTask, MergePlan, TensorTask
+from mergepipe_pipeline.domain.segments import KnownSegments
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.engine.buffers import BufferPool
 from mergepipe_pipeline.engine.jobs import Job
@@ -34,8 +36,6 @@ from mergepipe_pipeline.engine.window import Window
 from mergepipe_pipeline.engine.windows import cut
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.progress import Advance
-from mergepipe_pipeline.spec.plan import LayerTask, MergePlan, TensorTask
-from mergepipe_pipeline.spec.segments import KnownSegments
 from mergepipe_pipeline.storage.finite import count_non_finite
 from mergepipe_pipeline.storage.header import tensor_order
 from mergepipe_pipeline.storage.page_buffer import PageBuffer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from mergepipe_pipeline.concurrency.threads import READING, cores, merging, prepass, waiting
-from mergepipe_pipeline.spec.segments import COARSE_ELEMS, FINE_ELEMS
+from mergepipe_pipeline.domain.segments import COARSE_ELEMS, FINE_ELEMS
 
 _QUANTUM = FINE_ELEMS
 #: Longer windows are no faster: they drain and fill for longer. From a quarter of a million

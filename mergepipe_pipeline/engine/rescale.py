@@ -22,6 +22,7 @@ import numpy as np
 from mergepipe_pipeline.arrays import F64Array, U8Array
 from mergepipe_pipeline.concurrency.free_list import FreeList
 from mergepipe_pipeline.concurrency.workers import TaskQueue, Workers
+from mergepipe_pipeline.domain.plan import ExpertInput, TensorTask
 from mergepipe_pipeline.engine.buffers import BufferPool
 from mergepipe_pipeline.engine.jobs import Job
 from mergepipe_pipeline.engine.sources import SourcePool
@@ -34,7 +35,6 @@ from mergepipe_pipeline.operators.kernels.kept_l1 import (
     l1_scale,
 )
 from mergepipe_pipeline.operators.steps.random import keep_below, stream_key
-from mergepipe_pipeline.spec.plan import ExpertInput, TensorTask
 from mergepipe_pipeline.storage.held import PIECE_NBYTES
 from mergepipe_pipeline.storage.page_buffer import PageBuffer
 from mergepipe_pipeline.storage.read_batch import ReadBatch

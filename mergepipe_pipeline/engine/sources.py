@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from mergepipe_pipeline.domain.blocks import Range
+from mergepipe_pipeline.domain.plan import ExpertInput, LayerTask, MergePlan, TensorTask
+from mergepipe_pipeline.domain.segments import COARSE_ELEMS, KnownSegments
+from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.engine.access_sets import access_sets, file_ranges, packed_access_sets
 from mergepipe_pipeline.errors import CheckpointChangedError
 from mergepipe_pipeline.packs.elements import PackedElements
 from mergepipe_pipeline.packs.reader import Allowed, PackReader
-from mergepipe_pipeline.spec.blocks import Range
-from mergepipe_pipeline.spec.plan import ExpertInput, LayerTask, MergePlan, TensorTask
-from mergepipe_pipeline.spec.segments import COARSE_ELEMS, KnownSegments
-from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.storage.held import FirstReading, HeldBytes, HeldFiles, SecondReading
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.read_batch import ReadBatch

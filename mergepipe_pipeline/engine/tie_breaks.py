@@ -14,15 +14,15 @@ import numpy as np
 
 from mergepipe_pipeline.arrays import F32Array
 from mergepipe_pipeline.concurrency.sequencer import Sequencer
+from mergepipe_pipeline.domain.blocks import clip
+from mergepipe_pipeline.domain.plan import ExpertInput, TensorTask, TrimRule
+from mergepipe_pipeline.domain.ties import TieBreaker
 from mergepipe_pipeline.operators.kernels.bits import Stored, subtract, times
 from mergepipe_pipeline.operators.kernels.merge_tiles import ABSENT, STORED, TILE_ELEMS
-from mergepipe_pipeline.spec.blocks import clip
-from mergepipe_pipeline.spec.plan import ExpertInput, TensorTask, TrimRule
-from mergepipe_pipeline.spec.ties import TieBreaker
 
 #: An expert's number, and which of its rules: 0 for `trim`, 1 for `outliers`.
 RuleKey = tuple[int, int]
-#: As `spec.ties.FindTie`, after an expert's number.
+#: As `domain.ties.FindTie`, after an expert's number.
 FindExpertTie = Callable[[int, int, int, int, int], tuple[int, int]]
 
 
@@ -87,7 +87,7 @@ def with_stops(task: TensorTask, stops: Mapping[RuleKey, int]) -> TensorTask:
 
 
 def nth_in(expert: Stored, base: Stored | None, bits: int, nth: int) -> tuple[int, int]:
-    """As `spec.ties.FindTie`, in elements of an expert less those of a base."""
+    """As `domain.ties.FindTie`, in elements of an expert less those of a base."""
     from mergepipe_pipeline.operators.kernels.nth_tie import nth_tie
 
     base_elems = np.empty(0, expert.dtype) if base is None else base

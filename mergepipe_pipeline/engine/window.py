@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import numpy as np
 
 from mergepipe_pipeline.arrays import F32Array, I64Array, U8Array, U16Array
+from mergepipe_pipeline.domain.blocks import Range, clip
+from mergepipe_pipeline.domain.plan import TensorTask
+from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.engine.buffers import BufferPool
 from mergepipe_pipeline.engine.jobs import MERGED_BYTES, Job
@@ -24,9 +27,6 @@ from mergepipe_pipeline.operators.kernels.merge_tiles import ABSENT, STORED, TIL
 from mergepipe_pipeline.operators.steps.fused_kernel import FusedKernel, tiles_of
 from mergepipe_pipeline.packs.elements import PackedPart
 from mergepipe_pipeline.packs.together import Placed, decode_together
-from mergepipe_pipeline.spec.blocks import Range, clip
-from mergepipe_pipeline.spec.plan import TensorTask
-from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.storage.page_buffer import PageBuffer
 from mergepipe_pipeline.storage.read_batch import ReadBatch
 from mergepipe_pipeline.storage.uncached import pages_nbytes

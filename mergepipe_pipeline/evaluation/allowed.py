@@ -14,8 +14,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from mergepipe_pipeline.domain.evaluation import Evaluator
 from mergepipe_pipeline.errors import EvaluationError, MergePipeError
-from mergepipe_pipeline.spec.evaluation import Evaluator
 
 #: `off`, `any` (the default), or names of evaluators with commas between them.
 EVALUATORS = "MERGEPIPE_EVALUATORS"

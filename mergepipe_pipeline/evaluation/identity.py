@@ -16,9 +16,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mergepipe_pipeline.digest import digest_json
+from mergepipe_pipeline.domain.evaluation import Evaluator, LmEval
 from mergepipe_pipeline.errors import EvaluationError
 from mergepipe_pipeline.evaluation.allowed import refuse_forbidden, without_secrets
-from mergepipe_pipeline.spec.evaluation import Evaluator, LmEval
 from mergepipe_pipeline.storage.hashing import file_sha256
 
 #: What the harness reads of a folder of tasks.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from decimal import Decimal
 
-from mergepipe_pipeline.errors import MetricsError
-from mergepipe_pipeline.spec.evaluation import (
+from mergepipe_pipeline.domain.evaluation import (
     RELATIVE,
     Evaluation,
     Finding,
@@ -13,6 +12,7 @@ from mergepipe_pipeline.spec.evaluation import (
     Threshold,
     Verdict,
 )
+from mergepipe_pipeline.errors import MetricsError
 
 
 def judge(gate: Gate, candidate: Evaluation, live: Evaluation | None) -> Verdict:

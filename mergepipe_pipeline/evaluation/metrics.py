@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any
 
-from mergepipe_pipeline.spec.evaluation import Metrics
+from mergepipe_pipeline.domain.evaluation import Metrics
 from mergepipe_pipeline.text import in_one_line
 
 _MOST = 256

@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 
 from mergepipe_pipeline.digest import sha256_hex
+from mergepipe_pipeline.domain.evaluation import Evaluation, Evaluator, Metrics
+from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.errors import EvaluationError, MetricsError
 from mergepipe_pipeline.evaluation.child import Ended, refuse_abandoned, run_child
 from mergepipe_pipeline.evaluation.identity import command_of, environment_of, evaluator_id
@@ -16,8 +18,6 @@ from mergepipe_pipeline.evaluation.metrics import NoMetricsError, metrics_of
 from mergepipe_pipeline.evaluation.store import keep, kept
 from mergepipe_pipeline.snapshots.checks import verify_snapshot
 from mergepipe_pipeline.snapshots.leases import Need
-from mergepipe_pipeline.spec.evaluation import Evaluation, Evaluator, Metrics
-from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.warehouse import Warehouse
 

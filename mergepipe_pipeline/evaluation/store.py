@@ -10,8 +10,8 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from mergepipe_pipeline.digest import seal, sha256_hex, unseal
+from mergepipe_pipeline.domain.evaluation import Evaluation
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.spec.evaluation import Evaluation
 from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.storage.forms import check_form
 from mergepipe_pipeline.warehouse import Warehouse

@@ -18,6 +18,17 @@ from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.contents.rests import damaged_rest_named
 from mergepipe_pipeline.contents.side_file_digests import refuse_changed_file
 from mergepipe_pipeline.digest import new_hash, sha256_hex
+from mergepipe_pipeline.domain.outcome import Realised, StoredObject, Times
+from mergepipe_pipeline.domain.plan import LayerTask, MergePlan
+from mergepipe_pipeline.domain.snapshot import (
+    LineageEntry,
+    Manifest,
+    OperatorCount,
+    ShardEntry,
+    SideFile,
+    Snapshot,
+    operator_counts,
+)
 from mergepipe_pipeline.errors import DamagedLayerError, NotFoundError
 from mergepipe_pipeline.execution.card_facts import card_facts
 from mergepipe_pipeline.execution.plan_leases import staging as staging_of
@@ -34,17 +45,6 @@ from mergepipe_pipeline.snapshots.model_folder import (
 )
 from mergepipe_pipeline.snapshots.objects import ObjectStore
 from mergepipe_pipeline.snapshots.stage import made_here, stage_snapshot
-from mergepipe_pipeline.spec.outcome import Realised, StoredObject, Times
-from mergepipe_pipeline.spec.plan import LayerTask, MergePlan
-from mergepipe_pipeline.spec.snapshot import (
-    LineageEntry,
-    Manifest,
-    OperatorCount,
-    ShardEntry,
-    SideFile,
-    Snapshot,
-    operator_counts,
-)
 from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.storage.side_files import CONFIG, SideStamp, pieces, side_files
 from mergepipe_pipeline.storage.source import CheckpointSource, open_source

@@ -10,9 +10,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from mergepipe_pipeline.domain.checkpoint import TensorEntry
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.resolution.resolve import ResolvedRecipe
-from mergepipe_pipeline.spec.checkpoint import TensorEntry
 from mergepipe_pipeline.storage.source import FetchedAhead, FileRange, open_source
 from mergepipe_pipeline.storage.uncached import fits_page_cache
 

@@ -6,12 +6,12 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from mergepipe_pipeline.domain.outcome import StoredObject
+from mergepipe_pipeline.domain.plan import LayerTask
 from mergepipe_pipeline.errors import CorruptionError, RemoteError
 from mergepipe_pipeline.execution.plan_leases import staging as staging_of
 from mergepipe_pipeline.progress import Advance, Progress
 from mergepipe_pipeline.snapshots.mirror import Mirror
-from mergepipe_pipeline.spec.outcome import StoredObject
-from mergepipe_pipeline.spec.plan import LayerTask
 from mergepipe_pipeline.warehouse import Warehouse
 
 _LOG = logging.getLogger("mergepipe")

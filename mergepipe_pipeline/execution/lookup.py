@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from mergepipe_pipeline.digest import unseal
+from mergepipe_pipeline.domain.plan import MergePlan
+from mergepipe_pipeline.domain.request import Request, RequestedModel
+from mergepipe_pipeline.domain.snapshot import MANIFEST, PROVENANCE, Snapshot
 from mergepipe_pipeline.errors import CorruptionError, NotFoundError
 from mergepipe_pipeline.execution.plan_store import load_plan
 from mergepipe_pipeline.snapshots.find import load_snapshot, read_manifest
-from mergepipe_pipeline.spec.plan import MergePlan
-from mergepipe_pipeline.spec.request import Request, RequestedModel
-from mergepipe_pipeline.spec.snapshot import MANIFEST, PROVENANCE, Snapshot
 from mergepipe_pipeline.storage.chain import MOST_VERSIONS
 from mergepipe_pipeline.text import whole_number
 from mergepipe_pipeline.warehouse import Warehouse

@@ -14,9 +14,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 from mergepipe_pipeline.digest import seal
+from mergepipe_pipeline.domain.plan import LayerTask, MergePlan
 from mergepipe_pipeline.errors import BusyError
 from mergepipe_pipeline.snapshots.leases import Need
-from mergepipe_pipeline.spec.plan import LayerTask, MergePlan
 from mergepipe_pipeline.storage.atomic import locked_file, remove_tree, turn
 from mergepipe_pipeline.storage.locks import claimed, is_held, this_process
 from mergepipe_pipeline.warehouse import Warehouse

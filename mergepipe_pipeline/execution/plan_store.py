@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mergepipe_pipeline.digest import canonical_json, seal_line, sha256_hex, unseal_line
+from mergepipe_pipeline.domain.places import with_folders
+from mergepipe_pipeline.domain.plan import MergePlan
+from mergepipe_pipeline.domain.plan_json import plan_from_json
 from mergepipe_pipeline.errors import CorruptionError, NotFoundError
-from mergepipe_pipeline.spec.places import with_folders
-from mergepipe_pipeline.spec.plan import MergePlan
-from mergepipe_pipeline.spec.plan_json import plan_from_json
 from mergepipe_pipeline.storage.atomic import remove_tree, write_atomic
 from mergepipe_pipeline.warehouse import Warehouse
 

@@ -14,6 +14,11 @@ from typing import Unpack
 from mergepipe_pipeline.contents.other_codecs import read_without_packs, refuse_other_codec
 from mergepipe_pipeline.contents.rests import damaged_rest_named
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
+from mergepipe_pipeline.domain.checkpoint import AWAY, Checkpoint
+from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.plan import MergePlan
+from mergepipe_pipeline.domain.recipe import Budget
+from mergepipe_pipeline.domain.request import RequestedModel
 from mergepipe_pipeline.execution.plan_store import store_plan
 from mergepipe_pipeline.execution.run_stages import run_stages
 from mergepipe_pipeline.facts.gather import gather
@@ -26,11 +31,6 @@ from mergepipe_pipeline.resolution.resolve import (
     resolve,
     resolve_stage,
 )
-from mergepipe_pipeline.spec.checkpoint import AWAY, Checkpoint
-from mergepipe_pipeline.spec.model import Model
-from mergepipe_pipeline.spec.plan import MergePlan
-from mergepipe_pipeline.spec.recipe import Budget
-from mergepipe_pipeline.spec.request import RequestedModel
 from mergepipe_pipeline.warehouse import Warehouse
 
 

@@ -13,6 +13,11 @@ from typing import TYPE_CHECKING, Unpack
 import numpy as np
 
 from mergepipe_pipeline.contents.away import present_root
+from mergepipe_pipeline.domain.checkpoint import Checkpoint
+from mergepipe_pipeline.domain.layers import layer_count, layer_name
+from mergepipe_pipeline.domain.pack import TIERS
+from mergepipe_pipeline.domain.plan import ExpertInput, MergePlan, Source
+from mergepipe_pipeline.domain.recipe import Recipe
 from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.execution.egress import egress_of_recipe
 from mergepipe_pipeline.execution.planning import resolve_after_stages
@@ -32,11 +37,6 @@ from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import parse_plan
 from mergepipe_pipeline.resolution.resolve import Planning, resolve_stage
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.spec.layers import layer_count, layer_name
-from mergepipe_pipeline.spec.pack import TIERS
-from mergepipe_pipeline.spec.plan import ExpertInput, MergePlan, Source
-from mergepipe_pipeline.spec.recipe import Recipe
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
 

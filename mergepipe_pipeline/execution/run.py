@@ -22,6 +22,9 @@ from mergepipe_pipeline.contents.damaged_packs import experts_of, set_aside
 from mergepipe_pipeline.contents.input_segments import plan_inputs
 from mergepipe_pipeline.contents.other_codecs import name_experts
 from mergepipe_pipeline.contents.rests import damaged_rest_named
+from mergepipe_pipeline.domain.outcome import LayerOutcome, Realised, RunStart, StoredObject, Times
+from mergepipe_pipeline.domain.plan import LayerTask, MergePlan
+from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import (
     DamagedLayerError,
@@ -36,9 +39,6 @@ from mergepipe_pipeline.execution.plan_leases import lease
 from mergepipe_pipeline.execution.plan_leases import staging as staging_of
 from mergepipe_pipeline.progress import Advance, Progress, Silent
 from mergepipe_pipeline.snapshots.checks import Checked
-from mergepipe_pipeline.spec.outcome import LayerOutcome, Realised, RunStart, StoredObject, Times
-from mergepipe_pipeline.spec.plan import LayerTask, MergePlan
-from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.text import size
 from mergepipe_pipeline.warehouse import Warehouse
 

@@ -2,7 +2,7 @@
 
 Each is computed once per (base, expert, tensor, parameters), thresholds from the magnitudes that
 the catalog lists, the rest by a pass over the tensor, and stored in the catalog. Part of planning;
-`spec.operator.Fact` says who asks for which. Facts about several experts together are in
+`domain.operator.Fact` says who asks for which. Facts about several experts together are in
 `group`.
 """
 
@@ -15,16 +15,16 @@ from functools import cached_property
 from mergepipe_pipeline.catalog.catalog import Fact
 from mergepipe_pipeline.catalog.stats_tables import Histogram
 from mergepipe_pipeline.contents.input_segments import Inputs, checkpoint_inputs
+from mergepipe_pipeline.domain.blocks import BlockGrid
+from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.operator import Fact as Kind
+from mergepipe_pipeline.domain.plan import ENGINE_VERSION, ExpertInput, TensorTask, TrimRule
+from mergepipe_pipeline.domain.recipe import Params
+from mergepipe_pipeline.domain.stats import ExpertStats, Magnitudes
 from mergepipe_pipeline.facts.expert_stats import ensure_stats
 from mergepipe_pipeline.operators.steps.sparsify import band_counts, trim_count
 from mergepipe_pipeline.planner.kept_sq_norm import Kept, kept_sq_norm, kurtosis
 from mergepipe_pipeline.progress import Progress, Silent
-from mergepipe_pipeline.spec.blocks import BlockGrid
-from mergepipe_pipeline.spec.model import Model
-from mergepipe_pipeline.spec.operator import Fact as Kind
-from mergepipe_pipeline.spec.plan import ENGINE_VERSION, ExpertInput, TensorTask, TrimRule
-from mergepipe_pipeline.spec.recipe import Params
-from mergepipe_pipeline.spec.stats import ExpertStats, Magnitudes
 from mergepipe_pipeline.warehouse import Warehouse
 
 Pair = tuple[str, str]

@@ -15,13 +15,13 @@ from mergepipe_pipeline.concurrency.memory import release_freed
 from mergepipe_pipeline.concurrency.workers import TaskQueue, Workers
 from mergepipe_pipeline.contents.input_segments import pass_inputs
 from mergepipe_pipeline.contents.tensor_digests import Contents, Known, put_taken, verify_place
+from mergepipe_pipeline.domain.blocks import BlockGrid
+from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.segments import Segments
+from mergepipe_pipeline.domain.stats import ExpertStats, TensorStats
 from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.facts.reuse import StatsReuse
 from mergepipe_pipeline.progress import Progress, Silent
-from mergepipe_pipeline.spec.blocks import BlockGrid
-from mergepipe_pipeline.spec.model import Model
-from mergepipe_pipeline.spec.segments import Segments
-from mergepipe_pipeline.spec.stats import ExpertStats, TensorStats
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: (expert's tensor, base's tensor).

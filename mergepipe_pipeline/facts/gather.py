@@ -11,6 +11,12 @@ from functools import partial
 
 from mergepipe_pipeline.concurrency.prefetch import prefetch
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests, verify_place
+from mergepipe_pipeline.domain.checkpoint import Checkpoint
+from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.operator import Choosing, Fact, Response
+from mergepipe_pipeline.domain.plan import TensorTask
+from mergepipe_pipeline.domain.recipe import Budget, Recipe, TensorRecipe
+from mergepipe_pipeline.domain.stats import ExpertStats
 from mergepipe_pipeline.facts.expert import ExpertFacts, FactTables, Load, Sparsified
 from mergepipe_pipeline.facts.expert_stats import Pair, ensure_stats
 from mergepipe_pipeline.facts.group import measured_facts
@@ -26,12 +32,6 @@ from mergepipe_pipeline.remote.address import is_address
 from mergepipe_pipeline.remote.pace import pace_of
 from mergepipe_pipeline.resolution.resolve import ResolvedRecipe
 from mergepipe_pipeline.resolution.token_rows import Reindexer
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.spec.model import Model
-from mergepipe_pipeline.spec.operator import Choosing, Fact, Response
-from mergepipe_pipeline.spec.plan import TensorTask
-from mergepipe_pipeline.spec.recipe import Budget, Recipe, TensorRecipe
-from mergepipe_pipeline.spec.stats import ExpertStats
 from mergepipe_pipeline.storage.profile import load_profile
 from mergepipe_pipeline.warehouse import Warehouse
 

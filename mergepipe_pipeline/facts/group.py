@@ -13,15 +13,15 @@ from math import isfinite
 from mergepipe_pipeline.catalog.catalog import Fact
 from mergepipe_pipeline.contents.input_segments import checkpoint_inputs
 from mergepipe_pipeline.digest import digest_json
+from mergepipe_pipeline.domain.checkpoint import Checkpoint
+from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.plan import ExpertInput, TensorTask
+from mergepipe_pipeline.domain.recipe import Params, Recipe, TensorRecipe
+from mergepipe_pipeline.domain.view import TensorView, moved
 from mergepipe_pipeline.errors import OperatorError
 from mergepipe_pipeline.operators import OPERATORS, Operator
 from mergepipe_pipeline.operators.steps.tensor_measures import Largest, Measure
 from mergepipe_pipeline.progress import Progress, Silent
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.spec.model import Model
-from mergepipe_pipeline.spec.plan import ExpertInput, TensorTask
-from mergepipe_pipeline.spec.recipe import Params, Recipe, TensorRecipe
-from mergepipe_pipeline.spec.view import TensorView, moved
 from mergepipe_pipeline.warehouse import Warehouse
 
 

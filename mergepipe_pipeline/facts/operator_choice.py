@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from mergepipe_pipeline.domain.operator import Choosing
+from mergepipe_pipeline.domain.recipe import Recipe, TensorRecipe
 from mergepipe_pipeline.operators import OPERATORS
-from mergepipe_pipeline.spec.operator import Choosing
-from mergepipe_pipeline.spec.recipe import Recipe, TensorRecipe
 
 
 def choose_operators(

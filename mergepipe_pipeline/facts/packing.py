@@ -10,6 +10,9 @@ from functools import partial
 from math import prod
 
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
+from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.pack import X20_DENSITY, TensorContent
+from mergepipe_pipeline.domain.view import moved
 from mergepipe_pipeline.facts.expert import ExpertFacts, FactTables, Sparsified
 from mergepipe_pipeline.facts.expert_stats import ensure_stats
 from mergepipe_pipeline.packs.codec import unit_of
@@ -17,9 +20,6 @@ from mergepipe_pipeline.packs.contents import packed_contents
 from mergepipe_pipeline.packs.writer import Packing
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.resolution.grid import grid_for
-from mergepipe_pipeline.spec.model import Model
-from mergepipe_pipeline.spec.pack import X20_DENSITY, TensorContent
-from mergepipe_pipeline.spec.view import moved
 from mergepipe_pipeline.warehouse import Warehouse
 
 

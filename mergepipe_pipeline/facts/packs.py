@@ -13,6 +13,11 @@ from functools import partial
 
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
+from mergepipe_pipeline.domain.blocks import BlockGrid
+from mergepipe_pipeline.domain.machine_profile import DEFAULT_READ_BYTES_PER_S
+from mergepipe_pipeline.domain.model import Model, view_digest
+from mergepipe_pipeline.domain.pack import TIERS, TIERS_OF, PackSource, TensorContent
+from mergepipe_pipeline.domain.recipe import TensorRecipe
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.contents import packed_contents
 from mergepipe_pipeline.packs.pace import DECODE_EXACT_ELEM_S, MERGE_ELEM_S
@@ -26,11 +31,6 @@ from mergepipe_pipeline.planner.packed_rows import (
     packed_row,
 )
 from mergepipe_pipeline.resolution.open_models import packable
-from mergepipe_pipeline.spec.blocks import BlockGrid
-from mergepipe_pipeline.spec.machine_profile import DEFAULT_READ_BYTES_PER_S
-from mergepipe_pipeline.spec.model import Model, view_digest
-from mergepipe_pipeline.spec.pack import TIERS, TIERS_OF, PackSource, TensorContent
-from mergepipe_pipeline.spec.recipe import TensorRecipe
 from mergepipe_pipeline.storage.profile import load_profile
 from mergepipe_pipeline.warehouse import Warehouse
 

@@ -13,11 +13,11 @@ from itertools import chain
 
 from mergepipe_pipeline.catalog.analyses import Content, Source
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
+from mergepipe_pipeline.domain.blocks import BlockGrid
+from mergepipe_pipeline.domain.checkpoint import Checkpoint
+from mergepipe_pipeline.domain.model import Model, view_digest
+from mergepipe_pipeline.domain.stats import ExpertStats, TensorStats
 from mergepipe_pipeline.progress import Progress
-from mergepipe_pipeline.spec.blocks import BlockGrid
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.spec.model import Model, view_digest
-from mergepipe_pipeline.spec.stats import ExpertStats, TensorStats
 from mergepipe_pipeline.warehouse import Warehouse
 
 Pair = tuple[str, str]

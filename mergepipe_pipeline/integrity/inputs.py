@@ -14,6 +14,8 @@ from mergepipe_pipeline.contents.away import present_root
 from mergepipe_pipeline.contents.rests import damaged_rest_named, refuse_damaged_rest
 from mergepipe_pipeline.contents.side_file_digests import missing_files, refuse_changed_file
 from mergepipe_pipeline.contents.tensor_digests import wrong_elements
+from mergepipe_pipeline.domain.checkpoint import AWAY, Checkpoint
+from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.errors import (
     CheckpointChangedError,
     CheckpointError,
@@ -23,8 +25,6 @@ from mergepipe_pipeline.errors import (
 from mergepipe_pipeline.execution.lookup import provenance_of
 from mergepipe_pipeline.integrity.auditor import Auditor
 from mergepipe_pipeline.progress import Advance, Progress
-from mergepipe_pipeline.spec.checkpoint import AWAY, Checkpoint
-from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.side_files import SideStamp, side_sha256, side_stamps
 from mergepipe_pipeline.storage.source import CheckpointSource, open_source

@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 
 from mergepipe_pipeline.digest import unseal
+from mergepipe_pipeline.domain.plan import ENGINE_VERSION
+from mergepipe_pipeline.domain.snapshot import MANIFEST, Snapshot
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundError
 from mergepipe_pipeline.execution.lookup import provenance_of
 from mergepipe_pipeline.execution.plan_store import load_plan
@@ -19,8 +21,6 @@ from mergepipe_pipeline.integrity.auditor import Auditor
 from mergepipe_pipeline.integrity.records import action_of, readable_snapshots, snapshot_folders
 from mergepipe_pipeline.snapshots.marks import Marks
 from mergepipe_pipeline.snapshots.objects import layer_key_of
-from mergepipe_pipeline.spec.plan import ENGINE_VERSION
-from mergepipe_pipeline.spec.snapshot import MANIFEST, Snapshot
 from mergepipe_pipeline.storage.chain import read_chains
 from mergepipe_pipeline.warehouse import Warehouse
 

@@ -17,6 +17,7 @@ from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.contents.damaged_packs import irreplaceable_packs
 from mergepipe_pipeline.contents.other_codecs import refuse_other_codec
+from mergepipe_pipeline.domain.pack import PackedTensor, Tier
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError, PackVersionError
 from mergepipe_pipeline.integrity.auditor import Auditor
 from mergepipe_pipeline.packs.frame_files import FrameFiles
@@ -25,7 +26,6 @@ from mergepipe_pipeline.packs.replaced import Replaced, original_named
 from mergepipe_pipeline.packs.store import Pack
 from mergepipe_pipeline.packs.sums import SUMMED_ELEMS
 from mergepipe_pipeline.progress import Progress
-from mergepipe_pipeline.spec.pack import PackedTensor, Tier
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: Chunks that are read at once.

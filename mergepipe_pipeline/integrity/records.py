@@ -19,6 +19,7 @@ from mergepipe_pipeline.catalog import formats
 from mergepipe_pipeline.catalog.file_checks import verify_sealed
 from mergepipe_pipeline.contents.places import read_place
 from mergepipe_pipeline.digest import unseal
+from mergepipe_pipeline.domain.snapshot import MANIFEST, PROVENANCE, ShardEntry, Snapshot
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.evaluation.store import read as read_evaluation
 from mergepipe_pipeline.evaluation.store import records
@@ -27,7 +28,6 @@ from mergepipe_pipeline.execution.plan_store import load_plan, refuse_other_plan
 from mergepipe_pipeline.integrity.auditor import UNREADABLE, Auditor
 from mergepipe_pipeline.snapshots.find import files_below, load_snapshot
 from mergepipe_pipeline.snapshots.objects import layer_key_of
-from mergepipe_pipeline.spec.snapshot import MANIFEST, PROVENANCE, ShardEntry, Snapshot
 from mergepipe_pipeline.storage.chain import VersionChain
 from mergepipe_pipeline.storage.profile import load_profile
 from mergepipe_pipeline.warehouse import Warehouse

@@ -13,12 +13,12 @@ from pathlib import Path
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.digest import sha256_hex
+from mergepipe_pipeline.domain.snapshot import ShardEntry, Snapshot
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.integrity.auditor import Auditor
 from mergepipe_pipeline.integrity.records import action_of, readable_snapshots
 from mergepipe_pipeline.progress import Advance, Progress
 from mergepipe_pipeline.snapshots.checks import verify_shard
-from mergepipe_pipeline.spec.snapshot import ShardEntry, Snapshot
 from mergepipe_pipeline.storage.hashing import file_sha256
 from mergepipe_pipeline.warehouse import Warehouse
 

@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mergepipe_pipeline.digest import seal, unseal
+from mergepipe_pipeline.domain.plan import MergePlan
+from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.dtypes import LARGEST, TORCH_NAME
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.integrity.non_finite_inputs import non_finite_inputs
 from mergepipe_pipeline.snapshots.checks import Checked, verify_snapshot
-from mergepipe_pipeline.spec.plan import MergePlan
-from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.storage.finite import non_finite as non_finite_of_file
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint

@@ -6,7 +6,7 @@ Nothing here does I/O or knows the catalog. Loading the package loads neither to
 so that processes which never merge get the schemas quickly.
 
 A new operator is one new file in `methods` with `@operator(...)` on a function, and its formula in
-`tests/oracles.py`.
+`tests/support/oracles.py`.
 
 Results never depend on how a tensor is cut into windows nor on the number of threads: operators use
 steps within one element, or one row, and add experts one after the other in recipe order, with

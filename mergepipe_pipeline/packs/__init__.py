@@ -1,4 +1,4 @@
-"""Experts' deltas to their base, encoded in tiers; `spec.pack` says what a pack is.
+"""Experts' deltas to their base, encoded in tiers; `domain.pack` says what a pack is.
 
 `codec` turns chunks into frames and back by the compiled loops of `ternary` (the approximate tiers)
 and `exact` (the others); `frames` and `sparse` say how a frame is laid out. `index`, `store` and

@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from mergepipe_pipeline.arrays import F32Array, F64Array, I16Array, I64Array, U8Array
+from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TIERS, TIERS_OF, Tier
 from mergepipe_pipeline.packs import ternary
 from mergepipe_pipeline.packs.exact import Bits, count_large, restore, split
 from mergepipe_pipeline.packs.frames import Frames, Places, as_array, refuse, to_frame
 from mergepipe_pipeline.packs.sections import contents_of, sections_of
-from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, TIERS_OF, Tier
 
 #: The types of elements that a pack has levels of, as NumPy has their bits.
 BITS_OF: Mapping[str, type[np.unsignedinteger]] = {

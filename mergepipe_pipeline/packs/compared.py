@@ -18,6 +18,9 @@ from mergepipe_pipeline.arrays import I16Array
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.digest import content_digest, segment_digests
+from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TIERS, PackedTensor, Tier
+from mergepipe_pipeline.domain.segments import KnownSegments
+from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.codec import (
@@ -34,9 +37,6 @@ from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.frames import Frames
 from mergepipe_pipeline.packs.store import TIER_SETS, Pack
 from mergepipe_pipeline.packs.sums import SUMMED_CHUNKS, summed
-from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, PackedTensor, Tier
-from mergepipe_pipeline.spec.segments import KnownSegments
-from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.tensors.stored import Readers, read_stored
 from mergepipe_pipeline.tensors.verified import Verifier, Verify
 

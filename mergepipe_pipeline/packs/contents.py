@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from mergepipe_pipeline.spec.model import Model, view_digest
-from mergepipe_pipeline.spec.pack import PACKED_DTYPES, TensorContent
+from mergepipe_pipeline.domain.model import Model, view_digest
+from mergepipe_pipeline.domain.pack import PACKED_DTYPES, TensorContent
 
 
 def packed_names(expert: Model, base: Model) -> list[str]:

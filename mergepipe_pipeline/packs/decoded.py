@@ -11,13 +11,13 @@ import numpy as np
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.digest import content_digest, segment_digests
+from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, PackedTensor
+from mergepipe_pipeline.domain.segments import KnownSegments
+from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.codec import BITS_OF, decode_bits
 from mergepipe_pipeline.packs.frame_files import FrameFiles
-from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, PackedTensor
-from mergepipe_pipeline.spec.segments import KnownSegments
-from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.tensors.stored import Readers, read_stored
 from mergepipe_pipeline.tensors.verified import Verifier, Verify
 

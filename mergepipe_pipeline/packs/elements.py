@@ -17,14 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mergepipe_pipeline.arrays import F32Array, I16Array
-from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.operators.kernels.bits import times
-from mergepipe_pipeline.packs.codec import APPROXIMATE, BITS_OF, decode_bits, decode_numbers
-from mergepipe_pipeline.packs.exact import Bits
-from mergepipe_pipeline.packs.frames import Frames, Places
-from mergepipe_pipeline.packs.reader import PackReader, WantedFrames
-from mergepipe_pipeline.packs.ternary import step_of
-from mergepipe_pipeline.spec.pack import (
+from mergepipe_pipeline.domain.pack import (
     CHUNK_ELEMS,
     EXACT,
     TIERS,
@@ -33,6 +26,13 @@ from mergepipe_pipeline.spec.pack import (
     PackedInput,
     PackedTensor,
 )
+from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.operators.kernels.bits import times
+from mergepipe_pipeline.packs.codec import APPROXIMATE, BITS_OF, decode_bits, decode_numbers
+from mergepipe_pipeline.packs.exact import Bits
+from mergepipe_pipeline.packs.frames import Frames, Places
+from mergepipe_pipeline.packs.reader import PackReader, WantedFrames
+from mergepipe_pipeline.packs.ternary import step_of
 from mergepipe_pipeline.storage.page_buffer import PageBuffer
 
 _STOP = attrgetter("stop_elem")

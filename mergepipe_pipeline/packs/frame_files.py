@@ -12,13 +12,13 @@ import numpy as np
 
 from mergepipe_pipeline.arrays import BoolArray, I64Array, U8Array, U32Array
 from mergepipe_pipeline.digest import frame_checksum
+from mergepipe_pipeline.domain.pack import TIERS, PackedTensor, Tier
 from mergepipe_pipeline.errors import CheckpointError, CorruptionError
 from mergepipe_pipeline.packs.damage import REMADE
 from mergepipe_pipeline.packs.frames import Frames, as_array
 from mergepipe_pipeline.packs.index import frames_name, frames_path
 from mergepipe_pipeline.packs.runs import RUN_FIELDS, lay_out, read_runs
 from mergepipe_pipeline.packs.xxh3 import SHORT_NBYTES, Hashes, are_equal
-from mergepipe_pipeline.spec.pack import TIERS, PackedTensor, Tier
 from mergepipe_pipeline.storage.page_buffer import PageBuffer
 from mergepipe_pipeline.storage.source import LocalSource, Reading
 from mergepipe_pipeline.storage.uncached import PAGE_NBYTES

@@ -17,9 +17,9 @@ import numpy as np
 import zstandard
 
 from mergepipe_pipeline.arrays import I64Array, U8Array
+from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TIERS, Tier
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.sparse import to_pairs
-from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, Tier
 
 #: Neighbouring deltas have nothing in common: all but long runs repeat by chance. So zstd looks for
 #: a few matches of seven bytes and more; with short ones, as at level 1, frames are 1 to 10 %

@@ -30,11 +30,7 @@ from mergepipe_pipeline.catalog.seals import (
 )
 from mergepipe_pipeline.catalog.seals import write_sealed as _write_sealed
 from mergepipe_pipeline.digest import digest_json
-from mergepipe_pipeline.dtypes import itemsize
-from mergepipe_pipeline.packs.damage import damaged_pack
-from mergepipe_pipeline.packs.sums import SUMMED_CHUNKS, Residuals, Sizes, summed
-from mergepipe_pipeline.packs.versions import codec_in, index_path, refuse_other_codec
-from mergepipe_pipeline.spec.pack import (
+from mergepipe_pipeline.domain.pack import (
     CHUNK_ELEMS,
     CODEC_VERSION,
     TIERS,
@@ -42,6 +38,10 @@ from mergepipe_pipeline.spec.pack import (
     TensorContent,
     Tier,
 )
+from mergepipe_pipeline.dtypes import itemsize
+from mergepipe_pipeline.packs.damage import damaged_pack
+from mergepipe_pipeline.packs.sums import SUMMED_CHUNKS, Residuals, Sizes, summed
+from mergepipe_pipeline.packs.versions import codec_in, index_path, refuse_other_codec
 from mergepipe_pipeline.storage.forms import Form, Sha256, Size, Text
 from mergepipe_pipeline.text import listed
 

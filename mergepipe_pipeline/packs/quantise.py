@@ -6,9 +6,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mergepipe_pipeline.arrays import F32Array, F64Array, U32Array
+from mergepipe_pipeline.domain.pack import NOT_READ, TIERS
 from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.packs.ternary import N_TIERS, nearest, steps
-from mergepipe_pipeline.spec.pack import NOT_READ, TIERS
 
 _X20 = TIERS.index("X20")
 _SIZE = np.uint32(0x7FFFFFFF)

@@ -11,13 +11,13 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 
 from mergepipe_pipeline.arrays import BoolArray
+from mergepipe_pipeline.domain.blocks import Range
+from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TIERS, PackedTensor, PackSource, Tier
 from mergepipe_pipeline.errors import BudgetError, CorruptionError, DamagedPackError
 from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.frames import Frames
 from mergepipe_pipeline.packs.index import read_index
 from mergepipe_pipeline.packs.store import Pack
-from mergepipe_pipeline.spec.blocks import Range
-from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, PackedTensor, PackSource, Tier
 from mergepipe_pipeline.storage.page_buffer import PageBuffer
 from mergepipe_pipeline.storage.reader import Tally
 from mergepipe_pipeline.storage.source import Reading

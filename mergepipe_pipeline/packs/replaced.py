@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from mergepipe_pipeline.digest import seal
+from mergepipe_pipeline.domain.checkpoint import AWAY, Checkpoint
 from mergepipe_pipeline.errors import CheckpointError, CorruptionError
-from mergepipe_pipeline.spec.checkpoint import AWAY, Checkpoint
 from mergepipe_pipeline.storage.atomic import make_dirs, remove_tree, rename, write_atomic
 from mergepipe_pipeline.storage.hashing import file_sha256
 from mergepipe_pipeline.storage.permissions import permissions_of

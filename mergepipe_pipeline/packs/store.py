@@ -13,6 +13,14 @@ from pathlib import Path
 from threading import Lock
 
 from mergepipe_pipeline.catalog.seals import warn_once
+from mergepipe_pipeline.domain.pack import (
+    CHUNK_ELEMS,
+    TIERS,
+    PackedTensor,
+    PackSource,
+    TensorContent,
+    Tier,
+)
 from mergepipe_pipeline.errors import CorruptionError, PackVersionError
 from mergepipe_pipeline.packs.contents import holds
 from mergepipe_pipeline.packs.damage import damaged_pack
@@ -29,14 +37,6 @@ from mergepipe_pipeline.packs.index import (
 )
 from mergepipe_pipeline.packs.sums import SUMMED_CHUNKS, SUMMED_ELEMS, Residuals, Sizes, summed
 from mergepipe_pipeline.packs.versions import codec_of, refuse_other_codec
-from mergepipe_pipeline.spec.pack import (
-    CHUNK_ELEMS,
-    TIERS,
-    PackedTensor,
-    PackSource,
-    TensorContent,
-    Tier,
-)
 
 _PACK_ID = re.compile(r"[0-9a-f]{64}")
 _LOSSY: tuple[tuple[Tier, ...], ...] = tuple(TIERS[:n] for n in (4, 3, 2, 1, 0))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from mergepipe_pipeline.arrays import F32Array, U32Array
-from mergepipe_pipeline.spec.pack import CHUNK_ELEMS
+from mergepipe_pipeline.domain.pack import CHUNK_ELEMS
 
 #: Chunks of the sums that a pack keeps, and their elements: 1 Mi.
 SUMMED_CHUNKS = 16

@@ -15,6 +15,7 @@ import numpy as np
 
 from mergepipe_pipeline.arrays import I64Array
 from mergepipe_pipeline.digest import frame_checksum
+from mergepipe_pipeline.domain.pack import TIERS, TIERS_OF
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.codec import decode_bits, decode_numbers
 from mergepipe_pipeline.packs.elements import PackedElements, PackedPart
@@ -22,7 +23,6 @@ from mergepipe_pipeline.packs.exact import Bits
 from mergepipe_pipeline.packs.frame_files import Attempt, FrameTable, read_at_once
 from mergepipe_pipeline.packs.frames import Frames, Places
 from mergepipe_pipeline.packs.reader import WantedFrames
-from mergepipe_pipeline.spec.pack import TIERS, TIERS_OF
 from mergepipe_pipeline.storage.handles import HANDLES
 from mergepipe_pipeline.storage.page_buffer import PageBuffer
 

@@ -16,12 +16,12 @@ from pathlib import PurePosixPath
 from typing import Literal
 
 from mergepipe_pipeline.digest import seal
+from mergepipe_pipeline.domain.pack import PACKED_DTYPES, TIERS
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.record_form import RecordForm
 from mergepipe_pipeline.packs.replaced import Replaced, record_of
 from mergepipe_pipeline.packs.store import Pack
-from mergepipe_pipeline.spec.pack import PACKED_DTYPES, TIERS
 from mergepipe_pipeline.storage.forms import Form, PathBelow, Sha256, Size, read_form
 
 #: The folder at an address that has packs, and the file in each that describes it.

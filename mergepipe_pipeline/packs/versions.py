@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 
 from mergepipe_pipeline.catalog.arrow_tables import FACTS_KEY, corruption_named
 from mergepipe_pipeline.catalog.seals import find_sealed, read_sealed
+from mergepipe_pipeline.domain.pack import CODEC_VERSION
 from mergepipe_pipeline.errors import PackVersionError
 from mergepipe_pipeline.packs.damage import damaged_pack
-from mergepipe_pipeline.spec.pack import CODEC_VERSION
 
 #: By the path of an index, whose name seals its content.
 _codecs: dict[Path, str] = {}

@@ -14,8 +14,8 @@ from functools import partial
 import numpy as np
 
 from mergepipe_pipeline.arrays import F64Array
+from mergepipe_pipeline.domain.operator import Response
 from mergepipe_pipeline.planner.candidates import Candidates, Choice, Group
-from mergepipe_pipeline.spec.operator import Response
 
 
 @dataclass(frozen=True)

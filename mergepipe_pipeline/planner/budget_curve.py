@@ -12,6 +12,7 @@ from math import inf, isfinite
 
 import numpy as np
 
+from mergepipe_pipeline.domain.recipe import Budget
 from mergepipe_pipeline.planner.candidates import Choice
 from mergepipe_pipeline.planner.items import spend
 from mergepipe_pipeline.planner.level_selection import (
@@ -30,7 +31,6 @@ from mergepipe_pipeline.planner.strategies import (
     rank,
     refuse_without_base,
 )
-from mergepipe_pipeline.spec.recipe import Budget
 
 #: Shares of the expert bytes that a curve is drawn at.
 SHARES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, *(n / 10 for n in range(3, 11)))

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mergepipe_pipeline.arrays import BoolArray, F64Array, I64Array, U16Array
+from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.planner.packed_rows import RowLevels
-from mergepipe_pipeline.spec.blocks import BlockGrid
 
 Choice = BoolArray
 S = TypeVar("S", bound=np.generic)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 from mergepipe_pipeline.arrays import BoolArray, F32Array, F64Array, I64Array, U16Array
+from mergepipe_pipeline.domain.stats import SKETCH_WIDTH
 from mergepipe_pipeline.jit import cached_njit
-from mergepipe_pipeline.spec.stats import SKETCH_WIDTH
 
 
 @cached_njit(nogil=True)

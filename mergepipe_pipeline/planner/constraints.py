@@ -12,9 +12,9 @@ from fnmatch import fnmatchcase
 import numpy as np
 
 from mergepipe_pipeline.arrays import I64Array
+from mergepipe_pipeline.domain.recipe import Budget, Selection
 from mergepipe_pipeline.errors import BudgetError
 from mergepipe_pipeline.planner.candidates import Candidates, Choice
-from mergepipe_pipeline.spec.recipe import Budget, Selection
 
 #: The names that one expert goes by.
 Names = Sequence[str]

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from mergepipe_pipeline.arrays import BoolArray, F32Array, F64Array, U16Array
-from mergepipe_pipeline.spec.stats import SKETCH_WIDTH, widened
+from mergepipe_pipeline.domain.stats import SKETCH_WIDTH, widened
 
 #: Blocks of one batch, and its cosines.
 Batch = tuple[slice, F32Array]

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mergepipe_pipeline.arrays import F64Array, U16Array
-from mergepipe_pipeline.spec.blocks import BlockGrid
-from mergepipe_pipeline.spec.plan import TrimRule
-from mergepipe_pipeline.spec.stats import HIST_SHIFT, TensorStats
+from mergepipe_pipeline.domain.blocks import BlockGrid
+from mergepipe_pipeline.domain.plan import TrimRule
+from mergepipe_pipeline.domain.stats import HIST_SHIFT, TensorStats
 
 
 @dataclass(frozen=True)

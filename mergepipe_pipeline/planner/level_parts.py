@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.planner.candidates import Row, lay_out
 from mergepipe_pipeline.planner.level_samples import LevelSamples
 from mergepipe_pipeline.planner.levels import LevelTable
 from mergepipe_pipeline.planner.packed_rows import Packs, row_levels
 from mergepipe_pipeline.planner.parts import Method, Part, Parts, TensorFacts
 from mergepipe_pipeline.planner.simulation import Simulate
-from mergepipe_pipeline.spec.blocks import BlockGrid
 
 
 class LevelParts:

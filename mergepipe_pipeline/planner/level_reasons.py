@@ -9,13 +9,13 @@ from __future__ import annotations
 import numpy as np
 
 from mergepipe_pipeline.arrays import I64Array
+from mergepipe_pipeline.domain.recipe import Budget
 from mergepipe_pipeline.planner.candidates import Choice
 from mergepipe_pipeline.planner.constraints import Constraints
 from mergepipe_pipeline.planner.level_selection import LevelSelection, upgrades_of
 from mergepipe_pipeline.planner.packed_rows import NOTHING
 from mergepipe_pipeline.planner.reasons import Account, reasons_of
 from mergepipe_pipeline.planner.upgrades import Upgrades
-from mergepipe_pipeline.spec.recipe import Budget
 
 
 def level_account(selection: LevelSelection, budget: Budget) -> Account:

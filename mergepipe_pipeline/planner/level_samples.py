@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from mergepipe_pipeline.arrays import BoolArray, F64Array
+from mergepipe_pipeline.domain.blocks import BlockGrid
+from mergepipe_pipeline.domain.pack import NOT_READ, TIERS
+from mergepipe_pipeline.domain.stats import SAMPLE_WIDTH, TensorStats, widened
 from mergepipe_pipeline.planner.candidates import Row
 from mergepipe_pipeline.planner.levels import Levels
 from mergepipe_pipeline.planner.packed_rows import NO_LEVELS
 from mergepipe_pipeline.planner.simulation import PARTS, Samples, Simulate
-from mergepipe_pipeline.spec.blocks import BlockGrid
-from mergepipe_pipeline.spec.pack import NOT_READ, TIERS
-from mergepipe_pipeline.spec.stats import SAMPLE_WIDTH, TensorStats, widened
 
 _X = TIERS.index("X")
 #: Sampled elements of one tensor and all its experts that are tried at most.

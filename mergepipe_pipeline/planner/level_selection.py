@@ -15,6 +15,8 @@ from threadpoolctl import threadpool_limits
 from mergepipe_pipeline.arrays import F64Array
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
+from mergepipe_pipeline.domain.plan import Estimates
+from mergepipe_pipeline.domain.recipe import Budget
 from mergepipe_pipeline.errors import BudgetError
 from mergepipe_pipeline.planner.bounds import Bound, Sensitivity
 from mergepipe_pipeline.planner.candidates import Candidates, Group
@@ -28,8 +30,6 @@ from mergepipe_pipeline.planner.selection import refuse_out_of_reach, refuse_unb
 from mergepipe_pipeline.planner.simulation import PARTS
 from mergepipe_pipeline.planner.strategies import allowed, refuse_dear, refuse_without_base
 from mergepipe_pipeline.planner.upgrades import Upgrades, ranked_upgrades, taken
-from mergepipe_pipeline.spec.plan import Estimates
-from mergepipe_pipeline.spec.recipe import Budget
 
 #: The strategy that reads packs.
 PACKS = "packs"

@@ -1,7 +1,7 @@
 """Which level of each block is read: what a choice of levels costs, and what it leaves.
 
-A choice has one number per candidate: `NOTHING`, 1 + a level's number in `spec.pack.TIERS` for what
-is read from a pack, or `ORIGINAL` for the expert's stored elements.
+A choice has one number per candidate: `NOTHING`, 1 + a level's number in `domain.pack.TIERS` for
+what is read from a pack, or `ORIGINAL` for the expert's stored elements.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mergepipe_pipeline.arrays import F64Array, I64Array
+from mergepipe_pipeline.domain.pack import TIERS, PackedInput, PackedRange
 from mergepipe_pipeline.planner.candidates import Candidates, Choice, Row
 from mergepipe_pipeline.planner.packed_rows import NO_LEVELS, NOTHING, ORIGINAL, PackPace, RowLevels
-from mergepipe_pipeline.spec.pack import TIERS, PackedInput, PackedRange
 
 Levels = npt.NDArray[np.int8]
 

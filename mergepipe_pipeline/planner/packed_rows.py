@@ -1,7 +1,7 @@
 """What packs offer to a merge, in arrays: per row, level and block its bytes and its residual.
 
-A level is numbered by its place in `spec.pack.TIERS`; the arrays of a row are on the grid that the
-plan is made on, whose blocks are whole chunks.
+A level is numbered by its place in `domain.pack.TIERS`; the arrays of a row are on the grid that
+the plan is made on, whose blocks are whole chunks.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mergepipe_pipeline.arrays import BoolArray, F32Array, U32Array
-from mergepipe_pipeline.spec.blocks import BlockGrid
-from mergepipe_pipeline.spec.operator import OperatorSchema, Response
-from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, TIERS_OF, PackSource
-from mergepipe_pipeline.spec.plan import TrimRule
+from mergepipe_pipeline.domain.blocks import BlockGrid
+from mergepipe_pipeline.domain.operator import OperatorSchema, Response
+from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TIERS, TIERS_OF, PackSource
+from mergepipe_pipeline.domain.plan import TrimRule
 
 #: Levels of neighbours differ little: more blocks would make plans longer, and hardly better.
 _MOST_BLOCKS = 1 << 20

@@ -13,20 +13,20 @@ from typing import Any
 
 import numpy as np
 
+from mergepipe_pipeline.domain.blocks import BlockGrid
+from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.operator import Choosing, OperatorSchema, Response
+from mergepipe_pipeline.domain.output import promoted_dtype
+from mergepipe_pipeline.domain.plan import ExpertInput, TensorTask, TrimRule
+from mergepipe_pipeline.domain.recipe import Params, Recipe, TensorRecipe
+from mergepipe_pipeline.domain.stats import SAMPLE_WIDTH, ExpertStats, TensorStats
+from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.dtypes import FLOATING, itemsize
 from mergepipe_pipeline.planner.bounds import Sensitivity
 from mergepipe_pipeline.planner.candidates import Candidates, Row, lay_out
 from mergepipe_pipeline.planner.constraints import is_kept
 from mergepipe_pipeline.planner.kept_sq_norm import Kept
 from mergepipe_pipeline.planner.simulation import Simulate, Simulation, Simulations
-from mergepipe_pipeline.spec.blocks import BlockGrid
-from mergepipe_pipeline.spec.model import Model
-from mergepipe_pipeline.spec.operator import Choosing, OperatorSchema, Response
-from mergepipe_pipeline.spec.output import promoted_dtype
-from mergepipe_pipeline.spec.plan import ExpertInput, TensorTask, TrimRule
-from mergepipe_pipeline.spec.recipe import Params, Recipe, TensorRecipe
-from mergepipe_pipeline.spec.stats import SAMPLE_WIDTH, ExpertStats, TensorStats
-from mergepipe_pipeline.spec.view import TensorView
 
 #: A sum of weights that is nearer to one is one: 0.7 + 0.2 + 0.1.
 _ROUNDING = 1e-6

@@ -1,7 +1,7 @@
 """Turns a recipe, catalog facts and a choice of blocks into a `MergePlan`.
 
 The last step of planning. It decides what is covered (selected blocks, and blocks whose delta
-is known to be zero, which cost nothing) and what is read (selected blocks only); see `spec.plan`.
+is known to be zero, which cost nothing) and what is read (selected blocks only); see `domain.plan`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,23 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from mergepipe_pipeline.domain.blocks import BlockGrid, Range
+from mergepipe_pipeline.domain.layers import layer_count, layer_name, layer_order
+from mergepipe_pipeline.domain.model import Model, view_digest
+from mergepipe_pipeline.domain.plan import (
+    BaseInput,
+    ConfigValue,
+    Estimates,
+    ExpertInput,
+    LayerTask,
+    MergePlan,
+    SideFiles,
+    Source,
+    TensorTask,
+)
+from mergepipe_pipeline.domain.recipe import Recipe, TensorRecipe
+from mergepipe_pipeline.domain.stats import ExpertStats
+from mergepipe_pipeline.domain.view import TensorView, moved
 from mergepipe_pipeline.planner.candidates import Candidates, Choice
 from mergepipe_pipeline.planner.constraints import Names
 from mergepipe_pipeline.planner.level_parts import LevelParts
@@ -24,23 +41,6 @@ from mergepipe_pipeline.planner.levels import Levels, originals, packed_input
 from mergepipe_pipeline.planner.packed_rows import NOTHING, ORIGINAL, Packs
 from mergepipe_pipeline.planner.parts import Method, Parts, TensorFacts, out_dtype, stored_like
 from mergepipe_pipeline.planner.selection import PlanningProblem, estimates, select_blocks
-from mergepipe_pipeline.spec.blocks import BlockGrid, Range
-from mergepipe_pipeline.spec.layers import layer_count, layer_name, layer_order
-from mergepipe_pipeline.spec.model import Model, view_digest
-from mergepipe_pipeline.spec.plan import (
-    BaseInput,
-    ConfigValue,
-    Estimates,
-    ExpertInput,
-    LayerTask,
-    MergePlan,
-    SideFiles,
-    Source,
-    TensorTask,
-)
-from mergepipe_pipeline.spec.recipe import Recipe, TensorRecipe
-from mergepipe_pipeline.spec.stats import ExpertStats
-from mergepipe_pipeline.spec.view import TensorView, moved
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class PlanInput:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """As `spec.plan.SideFiles`, with the template's model number."""
+    """As `domain.plan.SideFiles`, with the template's model number."""
 
     template: int
     config: tuple[tuple[str, ConfigValue], ...] = ()

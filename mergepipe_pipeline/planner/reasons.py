@@ -12,13 +12,13 @@ from typing import Literal
 import numpy as np
 
 from mergepipe_pipeline.arrays import F64Array, I64Array
+from mergepipe_pipeline.domain.recipe import Budget
 from mergepipe_pipeline.planner.candidates import Candidates, Choice
 from mergepipe_pipeline.planner.constraints import Constraints
 from mergepipe_pipeline.planner.items import Items
 from mergepipe_pipeline.planner.levels import Levels, level_name, originals
 from mergepipe_pipeline.planner.selection import PlanningProblem
 from mergepipe_pipeline.planner.strategies import allowed, rank
-from mergepipe_pipeline.spec.recipe import Budget
 
 Why = Literal[
     "bought",

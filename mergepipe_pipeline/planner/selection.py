@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mergepipe_pipeline.domain.plan import Estimates
+from mergepipe_pipeline.domain.recipe import Budget
 from mergepipe_pipeline.errors import BudgetError
 from mergepipe_pipeline.planner.bounds import Bound, Sensitivity, error_bound
 from mergepipe_pipeline.planner.candidates import Candidates, Choice
@@ -28,8 +30,6 @@ from mergepipe_pipeline.planner.strategies import (
     refuse_dear_pins,
     refuse_without_base,
 )
-from mergepipe_pipeline.spec.plan import Estimates
-from mergepipe_pipeline.spec.recipe import Budget
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,9 +16,9 @@ import numpy as np
 from mergepipe_pipeline.arrays import F32Array, F64Array
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
+from mergepipe_pipeline.domain.blocks import BlockGrid
+from mergepipe_pipeline.domain.stats import SAMPLE_WIDTH, TensorStats, widened
 from mergepipe_pipeline.planner.candidates import Choice, Curve, Row
-from mergepipe_pipeline.spec.blocks import BlockGrid
-from mergepipe_pipeline.spec.stats import SAMPLE_WIDTH, TensorStats, widened
 
 Samples = F32Array
 #: [E, n] float32 deltas of E experts to the merged update, [n] float32.

@@ -12,9 +12,9 @@ import re
 from dataclasses import replace
 from fractions import Fraction
 
+from mergepipe_pipeline.domain.recipe import Budget
 from mergepipe_pipeline.errors import BudgetError
 from mergepipe_pipeline.recipe.problems import shown
-from mergepipe_pipeline.spec.recipe import Budget
 
 UNIT_NBYTES: dict[str, int] = {"b": 1} | {
     prefix + suffix: factor**power

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeGuard, TypeVar
 
+from mergepipe_pipeline.domain.recipe import Budget, Selection, Share
 from mergepipe_pipeline.errors import BudgetError
 from mergepipe_pipeline.recipe.budget import parse_amount, parse_budget, parse_error
 from mergepipe_pipeline.recipe.problems import KeyPath, Problems, shown
-from mergepipe_pipeline.spec.recipe import Budget, Selection, Share
 
 BUDGET_KEYS = ("limit", "error", "pin", "exclude", "keep", "shares")
 _SELECTION_KEYS = ("experts", "tensors")

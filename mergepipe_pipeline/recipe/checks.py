@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from mergepipe_pipeline.domain.operator import OperatorSchema, Parameter
+from mergepipe_pipeline.domain.recipe import ModelRef
 from mergepipe_pipeline.recipe.parameters import Setting, as_bool
 from mergepipe_pipeline.recipe.problems import KeyPath, Problems, shown, shown_path, suggest
 from mergepipe_pipeline.recipe.schema import PARAMETER_NAMES
 from mergepipe_pipeline.recipe.structure import Level, Module, Slice
-from mergepipe_pipeline.spec.operator import OperatorSchema, Parameter
-from mergepipe_pipeline.spec.recipe import ModelRef
 
 #: Methods without a base, for a reader who has no schemas: a listed base is a model like others.
 _NO_BASE = frozenset({"linear", "karcher", "passthrough"})

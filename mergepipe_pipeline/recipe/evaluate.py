@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from decimal import Decimal
 
-from mergepipe_pipeline.recipe.problems import KeyPath, Problems, shown, suggest
-from mergepipe_pipeline.spec.evaluation import (
+from mergepipe_pipeline.domain.evaluation import (
     RELATIVE,
     Comparison,
     Evaluator,
@@ -21,6 +20,7 @@ from mergepipe_pipeline.spec.evaluation import (
     Perplexity,
     Threshold,
 )
+from mergepipe_pipeline.recipe.problems import KeyPath, Problems, shown, suggest
 
 _KINDS = ("command", "python", "perplexity", "lm_eval")
 _KEYS = (*_KINDS, "timeout", "retries", "env")

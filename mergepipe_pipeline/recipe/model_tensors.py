@@ -8,11 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mergepipe_pipeline.dtypes import FLOATING
-from mergepipe_pipeline.recipe.problems import KeyPath, Problems
-from mergepipe_pipeline.recipe.structure import Entry
-from mergepipe_pipeline.spec.checkpoint import TensorEntry
-from mergepipe_pipeline.spec.layers import (
+from mergepipe_pipeline.domain.checkpoint import TensorEntry
+from mergepipe_pipeline.domain.layers import (
     beside_rows,
     is_head,
     layer_index,
@@ -22,8 +19,11 @@ from mergepipe_pipeline.spec.layers import (
     tied_partner,
     with_layer_index,
 )
-from mergepipe_pipeline.spec.recipe import ModelRef
-from mergepipe_pipeline.spec.view import TensorView
+from mergepipe_pipeline.domain.recipe import ModelRef
+from mergepipe_pipeline.domain.view import TensorView
+from mergepipe_pipeline.dtypes import FLOATING
+from mergepipe_pipeline.recipe.problems import KeyPath, Problems
+from mergepipe_pipeline.recipe.structure import Entry
 
 #: Name to what headers state of a tensor: its dtype and shape.
 Table = Mapping[str, TensorEntry | TensorView]

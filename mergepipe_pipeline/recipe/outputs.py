@@ -9,11 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from mergepipe_pipeline.recipe.model_tensors import Tables
-from mergepipe_pipeline.recipe.parameters import position
-from mergepipe_pipeline.recipe.problems import Problems
-from mergepipe_pipeline.recipe.structure import Entry, Level, Module, Slice
-from mergepipe_pipeline.spec.layers import (
+from mergepipe_pipeline.domain.layers import (
     embedding_like,
     is_buffer,
     is_head,
@@ -24,8 +20,12 @@ from mergepipe_pipeline.spec.layers import (
     projector_position,
     with_layer_index,
 )
-from mergepipe_pipeline.spec.operator import OperatorSchema
-from mergepipe_pipeline.spec.recipe import BaseTensor
+from mergepipe_pipeline.domain.operator import OperatorSchema
+from mergepipe_pipeline.domain.recipe import BaseTensor
+from mergepipe_pipeline.recipe.model_tensors import Tables
+from mergepipe_pipeline.recipe.parameters import position
+from mergepipe_pipeline.recipe.problems import Problems
+from mergepipe_pipeline.recipe.structure import Entry, Level, Module, Slice
 
 
 @dataclass(frozen=True, slots=True)

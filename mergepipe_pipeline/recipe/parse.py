@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
+from mergepipe_pipeline.domain.evaluation import Evaluator, Gate
+from mergepipe_pipeline.domain.operator import OperatorSchema
+from mergepipe_pipeline.domain.recipe import Budget, ModelRef, TokenizerRecipe
 from mergepipe_pipeline.errors import BudgetError, MergePipeError
 from mergepipe_pipeline.recipe.budget import parse_budget
 from mergepipe_pipeline.recipe.budget_options import read_budget
@@ -50,9 +53,6 @@ from mergepipe_pipeline.recipe.structure import (
 )
 from mergepipe_pipeline.recipe.tokens import check_chat_template, parse_tokenizer
 from mergepipe_pipeline.recipe.yaml_text import Document, read_documents
-from mergepipe_pipeline.spec.evaluation import Evaluator, Gate
-from mergepipe_pipeline.spec.operator import OperatorSchema
-from mergepipe_pipeline.spec.recipe import Budget, ModelRef, TokenizerRecipe
 
 __all__ = ["ParsedRecipe", "parse_recipes", "resolve_recipe"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from mergepipe_pipeline.domain.evaluation import Evaluator, Gate
+from mergepipe_pipeline.domain.recipe import Budget, ModelRef, TokenizerRecipe
+from mergepipe_pipeline.domain.selector import Selected
 from mergepipe_pipeline.recipe.problems import Lines
 from mergepipe_pipeline.recipe.structure import Entry, Level, Module, Slice, levels
-from mergepipe_pipeline.spec.evaluation import Evaluator, Gate
-from mergepipe_pipeline.spec.recipe import Budget, ModelRef, TokenizerRecipe
-from mergepipe_pipeline.spec.selector import Selected
 
 
 @dataclass(frozen=True)

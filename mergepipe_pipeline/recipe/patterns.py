@@ -9,8 +9,8 @@ import difflib
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
+from mergepipe_pipeline.domain.recipe import Budget, ModelRef, Selection, TensorRecipe
 from mergepipe_pipeline.recipe.problems import KeyPath, Problems, shown, suggest
-from mergepipe_pipeline.spec.recipe import Budget, ModelRef, Selection, TensorRecipe
 from mergepipe_pipeline.text import listed
 
 _LISTED = 8

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from mergepipe_pipeline.domain.checkpoint import TensorEntry
+from mergepipe_pipeline.domain.layers import layer_index, with_layer_index
+from mergepipe_pipeline.domain.operator import OperatorSchema
+from mergepipe_pipeline.domain.recipe import ModelRef, TensorRecipe
+from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.dtypes import FLOATING, TORCH_NAME, itemsize
 from mergepipe_pipeline.recipe.parameters import SHARES
 from mergepipe_pipeline.recipe.parsed import ParsedRecipe
 from mergepipe_pipeline.recipe.problems import shown_path
 from mergepipe_pipeline.recipe.structure import Level
-from mergepipe_pipeline.spec.checkpoint import TensorEntry
-from mergepipe_pipeline.spec.layers import layer_index, with_layer_index
-from mergepipe_pipeline.spec.operator import OperatorSchema
-from mergepipe_pipeline.spec.recipe import ModelRef, TensorRecipe
-from mergepipe_pipeline.spec.view import TensorView
 
 #: Warnings of these parameters whenever they are given, by name.
 _BY_NAME = {

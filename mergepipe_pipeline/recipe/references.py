@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from mergepipe_pipeline.domain.recipe import ModelRef
 from mergepipe_pipeline.recipe.problems import shown, unknown_key
 from mergepipe_pipeline.secrets import discreet
-from mergepipe_pipeline.spec.recipe import ModelRef
 
 _PATH_STARTS = ("/", ".", "~")
 _HUB = "hf://"

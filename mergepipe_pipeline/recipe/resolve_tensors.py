@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from mergepipe_pipeline.domain.layers import embedding_like, is_buffer, layer_stack, stack_counts
+from mergepipe_pipeline.domain.operator import OperatorSchema
+from mergepipe_pipeline.domain.output import promoted_dtype
+from mergepipe_pipeline.domain.recipe import BaseTensor, Params, Recipe, TensorInput, TensorRecipe
 from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.recipe.checks import (
     check_base,
@@ -36,10 +40,6 @@ from mergepipe_pipeline.recipe.tensor_parameters import (
     method_params,
     model_params,
 )
-from mergepipe_pipeline.spec.layers import embedding_like, is_buffer, layer_stack, stack_counts
-from mergepipe_pipeline.spec.operator import OperatorSchema
-from mergepipe_pipeline.spec.output import promoted_dtype
-from mergepipe_pipeline.spec.recipe import BaseTensor, Params, Recipe, TensorInput, TensorRecipe
 
 
 def resolve_recipe(

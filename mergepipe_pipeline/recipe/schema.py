@@ -15,6 +15,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
+from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.dtypes import FLOATING, TORCH_NAME, code_from_name
 from mergepipe_pipeline.errors import RecipeError
 from mergepipe_pipeline.recipe.budget_options import BUDGET_KEYS
@@ -31,7 +32,6 @@ from mergepipe_pipeline.recipe.problems import (
 from mergepipe_pipeline.recipe.references import UnreadableReference, parse_reference
 from mergepipe_pipeline.recipe.selectors import NARROWING, SELECTING
 from mergepipe_pipeline.recipe.structure import layer_range
-from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.storage.chain import NAME
 
 #: The schedule of a recipe that asks for nights and names no time.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Protocol
 
-from mergepipe_pipeline.spec.selector import Selected, Selector
+from mergepipe_pipeline.domain.selector import Selected, Selector
 
 #: The keys of an entry that make it a selector, and those that narrow it.
 SELECTING, NARROWING = ("match", "tag"), ("base", "min_version", "exclude")

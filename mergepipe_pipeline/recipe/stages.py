@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from mergepipe_pipeline.domain.recipe import ModelRef
 from mergepipe_pipeline.recipe.budget import with_amount
 from mergepipe_pipeline.recipe.parsed import ParsedRecipe
 from mergepipe_pipeline.recipe.problems import KeyPath, shown
@@ -18,7 +19,6 @@ from mergepipe_pipeline.recipe.schema import ref_problem
 from mergepipe_pipeline.recipe.selectors import Choose
 from mergepipe_pipeline.recipe.structure import Choice
 from mergepipe_pipeline.recipe.yaml_text import Document
-from mergepipe_pipeline.spec.recipe import ModelRef
 
 #: Keys about the whole of a file, which its last document gives.
 _OF_THE_WHOLE = ("budget", "ref", "schedule", "trigger", "timezone", "evaluate", "gate")

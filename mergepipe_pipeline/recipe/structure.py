@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from mergepipe_pipeline.domain.operator import OperatorSchema
+from mergepipe_pipeline.domain.recipe import ModelRef
+from mergepipe_pipeline.domain.selector import Selected
 from mergepipe_pipeline.recipe.parameters import Settings, parse_settings
 from mergepipe_pipeline.recipe.problems import KeyPath, Problems, shown_path
 from mergepipe_pipeline.recipe.references import (
@@ -23,9 +26,6 @@ from mergepipe_pipeline.recipe.selectors import (
     nobody,
     read_selector,
 )
-from mergepipe_pipeline.spec.operator import OperatorSchema
-from mergepipe_pipeline.spec.recipe import ModelRef
-from mergepipe_pipeline.spec.selector import Selected
 
 
 @dataclass(frozen=True, slots=True)

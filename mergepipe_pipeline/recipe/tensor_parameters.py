@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from mergepipe_pipeline.domain.operator import OperatorSchema, Parameter
+from mergepipe_pipeline.domain.recipe import Params
 from mergepipe_pipeline.recipe.parameters import as_bool, look_up
 from mergepipe_pipeline.recipe.problems import KeyPath, Problems
 from mergepipe_pipeline.recipe.structure import Level
-from mergepipe_pipeline.spec.operator import OperatorSchema, Parameter
-from mergepipe_pipeline.spec.recipe import Params
 from mergepipe_pipeline.text import listed
 
 

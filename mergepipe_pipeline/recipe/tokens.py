@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Literal
 
+from mergepipe_pipeline.domain.recipe import TokenizerRecipe, TokenRule
 from mergepipe_pipeline.recipe.problems import KeyPath, Problems, shown, suggest
-from mergepipe_pipeline.spec.recipe import TokenizerRecipe, TokenRule
 
 #: Gives the number of the model a reference at a key path names, or None after noting a problem.
 NumberOf = Callable[[object, KeyPath], int | None]

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mergepipe_pipeline.catalog.catalog import Fact
-from mergepipe_pipeline.spec.layers import layer_count, layer_name, layer_order
-from mergepipe_pipeline.spec.plan import LayerTask, MergePlan, TensorTask
+from mergepipe_pipeline.domain.layers import layer_count, layer_name, layer_order
+from mergepipe_pipeline.domain.plan import LayerTask, MergePlan, TensorTask
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: The catalog's name for what is remembered: per tensor ‖W_part − W_full‖² and, if the base was

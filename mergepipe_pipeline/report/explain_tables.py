@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.pictures import HeatMap, heat_maps
 from mergepipe_pipeline.report.comparison import Comparison
 from mergepipe_pipeline.report.shares import shares
 from mergepipe_pipeline.report.stories import Contribution, ExpertStory, SnapshotStory, TensorStory
-from mergepipe_pipeline.spec.plan import MergePlan
 
 
 def block_records(story: TensorStory) -> list[dict[str, Any]]:

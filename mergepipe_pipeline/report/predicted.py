@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from mergepipe_pipeline.domain.plan import Estimates
 from mergepipe_pipeline.planner.budget_curve import BudgetCurve
-from mergepipe_pipeline.spec.plan import Estimates
 
 _NOT_FINITE = "unknown: an expert holds NaN or infinity"
 

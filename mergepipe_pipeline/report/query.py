@@ -14,11 +14,11 @@ from typing import Any
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.catalog.queries import Limits, Rows
 from mergepipe_pipeline.digest import unseal
+from mergepipe_pipeline.domain.selector import Selected, by_expert
+from mergepipe_pipeline.domain.snapshot import PROVENANCE, Snapshot
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.execution.plan_store import stored_plans
 from mergepipe_pipeline.snapshots.find import list_snapshots
-from mergepipe_pipeline.spec.selector import Selected, by_expert
-from mergepipe_pipeline.spec.snapshot import PROVENANCE, Snapshot
 from mergepipe_pipeline.warehouse import Warehouse
 
 _LOG = logging.getLogger("mergepipe")

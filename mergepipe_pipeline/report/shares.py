@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from mergepipe_pipeline.domain.blocks import total_elems
+from mergepipe_pipeline.domain.pack import TIERS, PackedRange
+from mergepipe_pipeline.domain.plan import ExpertInput, MergePlan
 from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.execution.lookup import plan_of, provenance_of, snapshot_of
 from mergepipe_pipeline.snapshots.find import load_snapshot
-from mergepipe_pipeline.spec.blocks import total_elems
-from mergepipe_pipeline.spec.pack import TIERS, PackedRange
-from mergepipe_pipeline.spec.plan import ExpertInput, MergePlan
 from mergepipe_pipeline.text import size
 from mergepipe_pipeline.warehouse import Warehouse
 

@@ -18,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mergepipe_pipeline.arrays import F64Array
+from mergepipe_pipeline.domain.plan import MergePlan, TensorTask
+from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.execution.lookup import plan_of, snapshot_of
 from mergepipe_pipeline.execution.plan_store import checked_plan, load_plan, stored_plans
@@ -32,8 +34,6 @@ from mergepipe_pipeline.report.query import first_versions, provenance, snapshot
 from mergepipe_pipeline.report.shares import shares
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.snapshots.find import load_snapshot
-from mergepipe_pipeline.spec.plan import MergePlan, TensorTask
-from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.warehouse import Warehouse
 
 

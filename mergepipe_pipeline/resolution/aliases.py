@@ -11,11 +11,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from mergepipe_pipeline.digest import digest_json
+from mergepipe_pipeline.domain.checkpoint import TensorEntry
+from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.tensor_names import any_version
+from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError
-from mergepipe_pipeline.spec.checkpoint import TensorEntry
-from mergepipe_pipeline.spec.model import Model
-from mergepipe_pipeline.spec.tensor_names import any_version
-from mergepipe_pipeline.spec.view import TensorView
 
 #: Name to what headers state of a tensor.
 Table = Mapping[str, TensorEntry | TensorView]

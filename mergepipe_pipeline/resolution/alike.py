@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.recipe import Recipe
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError
 from mergepipe_pipeline.resolution.layer_config import config_of, kinds_of
-from mergepipe_pipeline.spec.model import Model
-from mergepipe_pipeline.spec.recipe import Recipe
 
 #: Keys of what a model computes, besides rope, heads and what single layers are.
 _COMPUTING = re.compile(

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mergepipe_pipeline.domain.checkpoint import Checkpoint
+from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.recipe import Recipe
 from mergepipe_pipeline.errors import CheckpointError
 from mergepipe_pipeline.planner.plan_builder import Side
 from mergepipe_pipeline.remote.address import is_address
 from mergepipe_pipeline.resolution.model_files import files_of
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.spec.model import Model
-from mergepipe_pipeline.spec.recipe import Recipe
 from mergepipe_pipeline.storage.json_text import load_object
 from mergepipe_pipeline.storage.side_files import (
     is_module,

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
+from mergepipe_pipeline.domain.blocks import BlockGrid
+from mergepipe_pipeline.domain.layers import layer_count, layer_name
+from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.recipe import Recipe
+from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.dtypes import FLOATING, itemsize
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.planner.constraints import is_kept, lacks_base
-from mergepipe_pipeline.spec.blocks import BlockGrid
-from mergepipe_pipeline.spec.layers import layer_count, layer_name
-from mergepipe_pipeline.spec.model import Model
-from mergepipe_pipeline.spec.recipe import Recipe
-from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.warehouse import Warehouse
 
 

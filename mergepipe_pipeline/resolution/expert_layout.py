@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from mergepipe_pipeline.domain.checkpoint import Checkpoint
+from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.view import Part, Run, TensorView
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.spec.model import Model
-from mergepipe_pipeline.spec.view import Part, Run, TensorView
 
 _APART = re.compile(
     r"(?P<stem>.+\.)(?P<block>block_sparse_moe|mlp|feed_forward)\.experts\.(?P<number>\d+)\."

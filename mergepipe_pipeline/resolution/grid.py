@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from mergepipe_pipeline.domain.blocks import BlockGrid
+from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.errors import RecipeError
-from mergepipe_pipeline.spec.blocks import BlockGrid
-from mergepipe_pipeline.spec.model import Model
 
 
 def grid_for(base: Model, block_elems: int | None) -> BlockGrid:

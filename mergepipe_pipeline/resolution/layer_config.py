@@ -11,6 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mergepipe_pipeline.domain.layers import layer_index, layer_stack, stack_counts
+from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.plan import ConfigValue
+from mergepipe_pipeline.domain.recipe import Recipe
 from mergepipe_pipeline.errors import CheckpointError, IncompatibleCheckpointsError
 from mergepipe_pipeline.resolution.layer_rules import (
     CHOOSING_KEYS,
@@ -19,10 +23,6 @@ from mergepipe_pipeline.resolution.layer_rules import (
     numbered,
     rules_of,
 )
-from mergepipe_pipeline.spec.layers import layer_index, layer_stack, stack_counts
-from mergepipe_pipeline.spec.model import Model
-from mergepipe_pipeline.spec.plan import ConfigValue
-from mergepipe_pipeline.spec.recipe import Recipe
 from mergepipe_pipeline.storage.json_text import load_object
 
 _LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_transformer_layers")

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.recipe import BaseTensor, Recipe, TensorRecipe, TokenizerRecipe
 from mergepipe_pipeline.errors import RecipeError
 from mergepipe_pipeline.operators import OPERATORS
-from mergepipe_pipeline.spec.model import Model
-from mergepipe_pipeline.spec.recipe import BaseTensor, Recipe, TensorRecipe, TokenizerRecipe
 
 
 def without(

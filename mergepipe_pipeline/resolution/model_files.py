@@ -9,6 +9,11 @@ from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from mergepipe_pipeline.domain.checkpoint import Checkpoint
+from mergepipe_pipeline.domain.layers import embedding_like, is_post
+from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.plan import ConfigValue
+from mergepipe_pipeline.domain.recipe import Recipe
 from mergepipe_pipeline.errors import IncompleteCheckpointError
 from mergepipe_pipeline.planner.plan_builder import Side
 from mergepipe_pipeline.remote.address import is_address
@@ -19,11 +24,6 @@ from mergepipe_pipeline.resolution.layer_config import (
 )
 from mergepipe_pipeline.resolution.plain_numbers import stale_settings
 from mergepipe_pipeline.resolution.vocabulary_tables import size_changes
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.spec.layers import embedding_like, is_post
-from mergepipe_pipeline.spec.model import Model
-from mergepipe_pipeline.spec.plan import ConfigValue
-from mergepipe_pipeline.spec.recipe import Recipe
 from mergepipe_pipeline.storage.side_files import side_files
 from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.tokenizer.chat import chat_template, with_chat_template

@@ -10,6 +10,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from mergepipe_pipeline.domain.checkpoint import Checkpoint
+from mergepipe_pipeline.domain.layers import embedding_like, is_post, tied_partner
+from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.recipe import ModelRef
+from mergepipe_pipeline.domain.tied_head import ties_head
+from mergepipe_pipeline.domain.view import LowRank, TensorView, moved, view_of
 from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.errors import (
     CheckpointError,
@@ -32,12 +38,6 @@ from mergepipe_pipeline.resolution.plain_numbers import (
     refuse_coded,
 )
 from mergepipe_pipeline.resolution.task_heads import as_classifier, refuse_language_base
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.spec.layers import embedding_like, is_post, tied_partner
-from mergepipe_pipeline.spec.model import Model
-from mergepipe_pipeline.spec.recipe import ModelRef
-from mergepipe_pipeline.spec.tied_head import ties_head
-from mergepipe_pipeline.spec.view import LowRank, TensorView, moved, view_of
 from mergepipe_pipeline.storage.adapter import Tied, adapter_views, delta_views
 from mergepipe_pipeline.storage.header import tensor_order
 from mergepipe_pipeline.warehouse import Warehouse

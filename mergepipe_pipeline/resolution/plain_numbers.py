@@ -1,6 +1,6 @@
 """Refuses arithmetic on what is stored as codes or factors; copies of it pass.
 
-`spec.stored_form` says what is stored so. Here is decided what a recipe, a pair or a tool would
+`domain.stored_form` says what is stored so. Here is decided what a recipe, a pair or a tool would
 compute with it.
 """
 
@@ -9,17 +9,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 
+from mergepipe_pipeline.domain.checkpoint import Checkpoint
+from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.recipe import Recipe, TensorRecipe
+from mergepipe_pipeline.domain.stored_form import CONFIG_KEYS, StoredForm
+from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError
 from mergepipe_pipeline.planner.parts import out_dtype
 from mergepipe_pipeline.recipe.checks import base_takes_part
 from mergepipe_pipeline.recipe.parsed import ParsedRecipe
 from mergepipe_pipeline.resolution.model_problems import placed_in
 from mergepipe_pipeline.resolution.recipe_text import SCHEMAS
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.spec.model import Model
-from mergepipe_pipeline.spec.recipe import Recipe, TensorRecipe
-from mergepipe_pipeline.spec.stored_form import CONFIG_KEYS, StoredForm
-from mergepipe_pipeline.spec.view import TensorView
 
 
 def refuse_coded_models(parsed: ParsedRecipe, models: Sequence[Model]) -> None:

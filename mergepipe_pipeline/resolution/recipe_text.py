@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 
+from mergepipe_pipeline.domain.plan import MergePlan
+from mergepipe_pipeline.domain.selector import Selected, Selector
 from mergepipe_pipeline.errors import BudgetError, CheckpointError, RecipeError
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.recipe.parse import Lost, ParsedRecipe, parse_recipes
@@ -14,8 +16,6 @@ from mergepipe_pipeline.recipe.selectors import Choose, Recorded, nobody
 from mergepipe_pipeline.recipe.yaml_text import MAX_NBYTES
 from mergepipe_pipeline.resolution.model_problems import why_lost
 from mergepipe_pipeline.resolution.selected import Registered
-from mergepipe_pipeline.spec.plan import MergePlan
-from mergepipe_pipeline.spec.selector import Selected, Selector
 from mergepipe_pipeline.storage.regular import read_small, text_of
 from mergepipe_pipeline.warehouse import Warehouse
 

@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from mergepipe_pipeline.digest import digest_json
+from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.recipe import ModelRef
+from mergepipe_pipeline.domain.request import Request, RequestedModel
 from mergepipe_pipeline.resolution.resolve import ResolvedRecipe
-from mergepipe_pipeline.spec.model import Model
-from mergepipe_pipeline.spec.recipe import ModelRef
-from mergepipe_pipeline.spec.request import Request, RequestedModel
 
 
 def requested(

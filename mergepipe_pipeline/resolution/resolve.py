@@ -14,6 +14,14 @@ from typing import TypedDict, Unpack
 
 from mergepipe_pipeline.contents.quarantine import quarantine_of
 from mergepipe_pipeline.contents.side_file_digests import refuse_changed_files
+from mergepipe_pipeline.domain.blocks import BlockGrid
+from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
+from mergepipe_pipeline.domain.layers import is_head
+from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.recipe import Recipe
+from mergepipe_pipeline.domain.request import AS_WRITTEN, Request
+from mergepipe_pipeline.domain.tied_head import ties_head
+from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.errors import CheckpointError, MergePipeError, RecipeError
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.planner.parts import is_merged, out_dtype, stored_like
@@ -45,14 +53,6 @@ from mergepipe_pipeline.resolution.token_ids import with_ids
 from mergepipe_pipeline.resolution.token_rows import Reindexer, build_for, with_own_matrices
 from mergepipe_pipeline.resolution.vocabulary import fit_rows
 from mergepipe_pipeline.snapshots.model_folder import config_json
-from mergepipe_pipeline.spec.blocks import BlockGrid
-from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
-from mergepipe_pipeline.spec.layers import is_head
-from mergepipe_pipeline.spec.model import Model
-from mergepipe_pipeline.spec.recipe import Recipe
-from mergepipe_pipeline.spec.request import AS_WRITTEN, Request
-from mergepipe_pipeline.spec.tied_head import ties_head
-from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.tokenizer.build import TokenizerBuild
 from mergepipe_pipeline.tokenizer.special_ids import GENERATION
 from mergepipe_pipeline.warehouse import Warehouse

@@ -15,6 +15,8 @@ from functools import cached_property
 from pathlib import Path
 
 from mergepipe_pipeline.contents.quarantine import quarantine_of
+from mergepipe_pipeline.domain.selector import Selected, Selector
+from mergepipe_pipeline.domain.snapshot import MANIFEST
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.recipe.problems import shown, suggest
 from mergepipe_pipeline.recipe.references import UnreadableReference, parse_reference
@@ -22,8 +24,6 @@ from mergepipe_pipeline.recipe.selectors import NothingSelectedError, excluded, 
 from mergepipe_pipeline.recipe.yaml_text import MAX_NBYTES, read_documents
 from mergepipe_pipeline.resolution.locate import expanded, expected_place, has_left
 from mergepipe_pipeline.snapshots.find import read_manifest
-from mergepipe_pipeline.spec.selector import Selected, Selector
-from mergepipe_pipeline.spec.snapshot import MANIFEST
 from mergepipe_pipeline.storage.regular import read_small
 from mergepipe_pipeline.text import listed
 from mergepipe_pipeline.warehouse import Warehouse

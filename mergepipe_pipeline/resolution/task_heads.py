@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
+from mergepipe_pipeline.domain.layers import embedding_like, is_post
+from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.plan import ConfigValue
+from mergepipe_pipeline.domain.view import view_of
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError
-from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
-from mergepipe_pipeline.spec.layers import embedding_like, is_post
-from mergepipe_pipeline.spec.model import Model
-from mergepipe_pipeline.spec.plan import ConfigValue
-from mergepipe_pipeline.spec.view import view_of
 from mergepipe_pipeline.storage.adapter_config import CONFIG, parse_adapter_config
 from mergepipe_pipeline.storage.adapter_names import find_changes, whole_name
 

@@ -10,6 +10,9 @@ from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from mergepipe_pipeline.domain.checkpoint import Checkpoint
+from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.recipe import Recipe
 from mergepipe_pipeline.errors import CheckpointError
 from mergepipe_pipeline.planner.plan_builder import Side
 from mergepipe_pipeline.resolution.model_files import (
@@ -18,9 +21,6 @@ from mergepipe_pipeline.resolution.model_files import (
     tokenizer_of,
     tokenizer_owner,
 )
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.spec.model import Model
-from mergepipe_pipeline.spec.recipe import Recipe
 from mergepipe_pipeline.storage.json_text import json_bytes, load_object
 from mergepipe_pipeline.tokenizer.build import TokenizerBuild
 from mergepipe_pipeline.tokenizer.builtin import BUILT_IN, ENDS

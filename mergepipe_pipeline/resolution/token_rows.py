@@ -22,16 +22,16 @@ from mergepipe_pipeline.arrays import I64Array, U8Array
 from mergepipe_pipeline.catalog.seals import find_sealed, read_facts, write_sealed
 from mergepipe_pipeline.contents.input_segments import checkpoint_inputs
 from mergepipe_pipeline.digest import digest_json, sha256_hex
+from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
+from mergepipe_pipeline.domain.layers import beside_rows, vocabulary_axis
+from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.recipe import Recipe, TensorRecipe
+from mergepipe_pipeline.domain.segments import COARSE_ELEMS
+from mergepipe_pipeline.domain.view import Part, RowValues, Run, TensorView, view_of
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError
 from mergepipe_pipeline.resolution.model_files import tokenizer_of
 from mergepipe_pipeline.resolution.vocabulary_tables import embedding_rows, refuse_left_tables
-from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
-from mergepipe_pipeline.spec.layers import beside_rows, vocabulary_axis
-from mergepipe_pipeline.spec.model import Model
-from mergepipe_pipeline.spec.recipe import Recipe, TensorRecipe
-from mergepipe_pipeline.spec.segments import COARSE_ELEMS
-from mergepipe_pipeline.spec.view import Part, RowValues, Run, TensorView, view_of
 from mergepipe_pipeline.storage.header import build_header, tensor_order
 from mergepipe_pipeline.storage.json_text import load_object
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint

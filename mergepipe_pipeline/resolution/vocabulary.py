@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from mergepipe_pipeline.domain.layers import beside_rows, vocabulary_axis
+from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.recipe import Recipe, TensorRecipe
+from mergepipe_pipeline.domain.view import TensorView, cropped
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError, MergePipeError
-from mergepipe_pipeline.spec.layers import beside_rows, vocabulary_axis
-from mergepipe_pipeline.spec.model import Model
-from mergepipe_pipeline.spec.recipe import Recipe, TensorRecipe
-from mergepipe_pipeline.spec.view import TensorView, cropped
 
 
 def fit_rows(

@@ -10,16 +10,16 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mergepipe_pipeline.errors import IncompatibleCheckpointsError
-from mergepipe_pipeline.spec.layers import (
+from mergepipe_pipeline.domain.layers import (
     embedding_like,
     is_embedding,
     layer_index,
     vocabulary_axis,
 )
-from mergepipe_pipeline.spec.model import Model
-from mergepipe_pipeline.spec.plan import ConfigValue
-from mergepipe_pipeline.spec.recipe import Recipe, TensorRecipe
+from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.plan import ConfigValue
+from mergepipe_pipeline.domain.recipe import Recipe, TensorRecipe
+from mergepipe_pipeline.errors import IncompatibleCheckpointsError
 
 #: Keys of configs that state a number of rows: that of the embedding, or of a table of layers.
 _SIZE_KEYS = frozenset(

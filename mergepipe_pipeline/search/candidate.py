@@ -11,6 +11,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from math import isfinite
 
+from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import UNMERGEABLE, EvaluationError, NotFoundError
 from mergepipe_pipeline.evaluation.run import evaluate as measured
@@ -25,7 +26,6 @@ from mergepipe_pipeline.search.records import MergeCost, Proposal, Result, Searc
 from mergepipe_pipeline.search.start import parsed_of, refuse_changed, refuse_other_evaluator
 from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.snapshots.leases import Need
-from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.warehouse import Warehouse
 
 

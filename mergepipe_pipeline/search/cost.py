@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mergepipe_pipeline.domain.layers import layer_count, layer_name
 from mergepipe_pipeline.dtypes import FLOATING, itemsize
 from mergepipe_pipeline.planner.parts import out_dtype, stored_like
 from mergepipe_pipeline.resolution.resolve import ResolvedRecipe
 from mergepipe_pipeline.search.records import Search
 from mergepipe_pipeline.search.start import resolved_of
-from mergepipe_pipeline.spec.layers import layer_count, layer_name
 from mergepipe_pipeline.text import size
 from mergepipe_pipeline.timing.forecast import forecast
 from mergepipe_pipeline.warehouse import Warehouse

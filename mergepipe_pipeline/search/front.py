@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mergepipe_pipeline.domain.evaluation import Metrics, figure
 from mergepipe_pipeline.errors import SearchError
 from mergepipe_pipeline.optimise.pareto import front as on_front
 from mergepipe_pipeline.optimise.pareto import hypervolume
@@ -17,7 +18,6 @@ from mergepipe_pipeline.report.front import DrawnFront, DrawnTrial
 from mergepipe_pipeline.search.ledger import Ledger
 from mergepipe_pipeline.search.records import MergeCost, Point, Result, Search
 from mergepipe_pipeline.search.search_file import Objective
-from mergepipe_pipeline.spec.evaluation import Metrics, figure
 from mergepipe_pipeline.warehouse import Warehouse
 
 

@@ -16,6 +16,8 @@ from itertools import combinations
 import numpy as np
 
 from mergepipe_pipeline.arrays import F64Array
+from mergepipe_pipeline.domain.layers import layer_count, layer_index, layer_name, with_layer_index
+from mergepipe_pipeline.domain.stats import TensorStats, widened
 from mergepipe_pipeline.facts.expert_stats import common_pairs, ensure_stats
 from mergepipe_pipeline.optimise.prior import (
     length_scales,
@@ -30,8 +32,6 @@ from mergepipe_pipeline.search.prompts import activation_differences
 from mergepipe_pipeline.search.records import Prior, Search
 from mergepipe_pipeline.search.space import Space, numbered
 from mergepipe_pipeline.search.start import models_of
-from mergepipe_pipeline.spec.layers import layer_count, layer_index, layer_name, with_layer_index
-from mergepipe_pipeline.spec.stats import TensorStats, widened
 from mergepipe_pipeline.warehouse import Warehouse
 
 

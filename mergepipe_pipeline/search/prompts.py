@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from mergepipe_pipeline.arrays import F64Array
+from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.errors import EvaluationError, SearchError
 from mergepipe_pipeline.evaluation.child import run_child
 from mergepipe_pipeline.evaluation.identity import environment_of
 from mergepipe_pipeline.search.search_file import SearchFile
-from mergepipe_pipeline.spec.model import Model
 
 #: Seconds that a forward pass over the prompts may take.
 _MOST_S = 3600.0

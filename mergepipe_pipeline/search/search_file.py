@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
+from mergepipe_pipeline.domain.evaluation import Evaluator, Metrics
 from mergepipe_pipeline.optimise.proposers import Method
 from mergepipe_pipeline.optimise.surrogate import Prior
 from mergepipe_pipeline.optimise.trials import REFERENCE
@@ -18,7 +19,6 @@ from mergepipe_pipeline.recipe.evaluate import read_evaluate
 from mergepipe_pipeline.recipe.problems import KeyPath, Problems, recipe_error, sentence_of, shown
 from mergepipe_pipeline.recipe.references import UnreadableReference, identity, parse_reference
 from mergepipe_pipeline.recipe.yaml_text import read_yaml
-from mergepipe_pipeline.spec.evaluation import Evaluator, Metrics
 
 
 def _pair(pair: list[float]) -> list[float]:

@@ -11,14 +11,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mergepipe_pipeline.search.search_file import SearchFile
-from mergepipe_pipeline.spec.layers import (
+from mergepipe_pipeline.domain.layers import (
     layer_count,
     layer_index,
     layer_name,
     layer_order,
     layer_stack,
 )
+from mergepipe_pipeline.search.search_file import SearchFile
 
 #: Layers without a number: they are in no block.
 _OUTER = ("embed", "head")

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mergepipe_pipeline.contents.tensor_digests import content_of, ensure_digests
+from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.errors import (
     CheckpointChangedError,
     EvaluationError,
@@ -26,7 +27,6 @@ from mergepipe_pipeline.search.prompts import refuse_no_activations
 from mergepipe_pipeline.search.records import Search
 from mergepipe_pipeline.search.search_file import SearchFile, parse_search
 from mergepipe_pipeline.search.space import Space, layers_of, numbered
-from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.storage.regular import text_of
 from mergepipe_pipeline.warehouse import Warehouse
 

@@ -10,8 +10,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from mergepipe_pipeline.domain.snapshot import MANIFEST, Manifest, Snapshot
 from mergepipe_pipeline.errors import CorruptionError, NotFoundError
-from mergepipe_pipeline.spec.snapshot import MANIFEST, Manifest, Snapshot
 
 
 @dataclass(frozen=True, slots=True)

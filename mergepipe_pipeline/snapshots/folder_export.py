@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from mergepipe_pipeline.digest import seal, sha256_hex, unseal
+from mergepipe_pipeline.domain.snapshot import MANIFEST, PROVENANCE, Snapshot
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.snapshots.find import files_below
 from mergepipe_pipeline.snapshots.model_folder import MEASURED, RECIPE_FILE, exported_card
 from mergepipe_pipeline.snapshots.out_folder import check_folder, refuse_full, staging_name
 from mergepipe_pipeline.snapshots.repack import repack
-from mergepipe_pipeline.spec.snapshot import MANIFEST, PROVENANCE, Snapshot
 from mergepipe_pipeline.storage.atomic import (
     copy_file,
     make_dirs,

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
+from mergepipe_pipeline.domain.request import Request
+from mergepipe_pipeline.domain.snapshot import MANIFEST, PROVENANCE, Manifest
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.spec.request import Request
-from mergepipe_pipeline.spec.snapshot import MANIFEST, PROVENANCE, Manifest
 from mergepipe_pipeline.storage.forms import (
     CheckpointId,
     Form,

@@ -17,6 +17,15 @@ from pathlib import Path
 
 from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.digest import seal, sha256_hex
+from mergepipe_pipeline.domain.outcome import StoredObject
+from mergepipe_pipeline.domain.snapshot import (
+    MANIFEST,
+    PROVENANCE,
+    Manifest,
+    Ref,
+    ShardEntry,
+    Snapshot,
+)
 from mergepipe_pipeline.errors import (
     BusyError,
     CommitConflictError,
@@ -29,15 +38,6 @@ from mergepipe_pipeline.remote.bucket import Bucket, Entry
 from mergepipe_pipeline.snapshots.find import manifest_of
 from mergepipe_pipeline.snapshots.foreign import VersionForm
 from mergepipe_pipeline.snapshots.objects import ObjectStore, stored_of
-from mergepipe_pipeline.spec.outcome import StoredObject
-from mergepipe_pipeline.spec.snapshot import (
-    MANIFEST,
-    PROVENANCE,
-    Manifest,
-    Ref,
-    ShardEntry,
-    Snapshot,
-)
 from mergepipe_pipeline.storage.forms import MAX_NBYTES, read_form
 from mergepipe_pipeline.storage.hashing import file_sha256
 

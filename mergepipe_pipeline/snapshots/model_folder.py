@@ -11,10 +11,10 @@ from typing import Any
 
 import yaml
 
+from mergepipe_pipeline.domain.plan import ConfigValue
+from mergepipe_pipeline.domain.snapshot import LineageEntry, OperatorCount, ShardEntry
 from mergepipe_pipeline.dtypes import TORCH_NAME
 from mergepipe_pipeline.errors import CheckpointChangedError
-from mergepipe_pipeline.spec.plan import ConfigValue
-from mergepipe_pipeline.spec.snapshot import LineageEntry, OperatorCount, ShardEntry
 from mergepipe_pipeline.storage.json_text import json_bytes, load_object
 from mergepipe_pipeline.text import markdown
 
@@ -140,7 +140,7 @@ def exported_card(card: bytes, provenance: Mapping[str, Any]) -> bytes:
 
 
 def _measured_card(card: bytes, evaluations: Sequence[Mapping[str, Any]]) -> bytes:
-    """The card with a table of what evaluators measured, as `spec.evaluation` says it as JSON."""
+    """The card with a table of what evaluators measured, as `domain.evaluation` says it as JSON."""
     rows = [
         f"| {markdown(name)} | {value:.10g} | {markdown(e['evaluator'])} | {e['created']} |"
         for e in evaluations

@@ -14,9 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from mergepipe_pipeline.digest import new_hash, seal, unseal
+from mergepipe_pipeline.domain.outcome import StoredObject
+from mergepipe_pipeline.domain.snapshot import ShardEntry
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.spec.outcome import StoredObject
-from mergepipe_pipeline.spec.snapshot import ShardEntry
 from mergepipe_pipeline.storage.atomic import adopt_file, remove_tree, rename, write_atomic
 
 _LOG = logging.getLogger("mergepipe")

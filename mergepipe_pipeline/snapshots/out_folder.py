@@ -6,10 +6,10 @@ import os
 import uuid
 from pathlib import Path
 
+from mergepipe_pipeline.domain.snapshot import MANIFEST
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.remote.address import SCHEMES
 from mergepipe_pipeline.snapshots.find import read_manifest
-from mergepipe_pipeline.spec.snapshot import MANIFEST
 
 #: As long as any name in an exported folder.
 _LONGEST_NAME = "model-00000-of-00000.safetensors.index.json"

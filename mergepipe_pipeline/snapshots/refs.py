@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from mergepipe_pipeline.domain.snapshot import Ref
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundError
-from mergepipe_pipeline.spec.snapshot import Ref
 from mergepipe_pipeline.storage.chain import NAME, VersionChain, chain_names, is_chain
 
 

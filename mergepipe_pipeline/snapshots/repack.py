@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mergepipe_pipeline.digest import sha256_hex
+from mergepipe_pipeline.domain.checkpoint import TensorEntry
+from mergepipe_pipeline.domain.snapshot import Manifest, ShardEntry, SideFile, Snapshot
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.snapshots.model_folder import index_json, shard_name
-from mergepipe_pipeline.spec.checkpoint import TensorEntry
-from mergepipe_pipeline.spec.snapshot import Manifest, ShardEntry, SideFile, Snapshot
 from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.storage.hashing import file_sha256
 from mergepipe_pipeline.storage.open_checkpoint import INDEX, open_checkpoint

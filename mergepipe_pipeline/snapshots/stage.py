@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from mergepipe_pipeline.digest import seal
+from mergepipe_pipeline.domain.plan import ENGINE_VERSION
+from mergepipe_pipeline.domain.snapshot import MANIFEST, PROVENANCE, Manifest
 from mergepipe_pipeline.snapshots.objects import ObjectStore
-from mergepipe_pipeline.spec.plan import ENGINE_VERSION
-from mergepipe_pipeline.spec.snapshot import MANIFEST, PROVENANCE, Manifest
 from mergepipe_pipeline.storage.atomic import adopt_file, link_file, write_atomic
 from mergepipe_pipeline.text import now
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
+from mergepipe_pipeline.domain.checkpoint import Checkpoint
+from mergepipe_pipeline.domain.view import LowRank, Part, RowValues, TensorView, Update
 from mergepipe_pipeline.dtypes import FLOATING
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.spec.view import LowRank, Part, RowValues, TensorView, Update
 from mergepipe_pipeline.storage.adapter_config import CONFIG, AdapterConfig, parse_adapter_config
 from mergepipe_pipeline.storage.adapter_factors import Shape, low_ranks
 from mergepipe_pipeline.storage.adapter_names import (

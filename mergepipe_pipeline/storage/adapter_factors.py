@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
+from mergepipe_pipeline.domain.view import LowRank, Part
 from mergepipe_pipeline.dtypes import FLOATING
-from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
-from mergepipe_pipeline.spec.view import LowRank, Part
 from mergepipe_pipeline.storage.adapter_config import AdapterConfig
 from mergepipe_pipeline.storage.adapter_names import MAGNITUDE, TOKENS, WHOLE, Change, unusable
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from mergepipe_pipeline.arrays import U8Array
-from mergepipe_pipeline.spec.checkpoint import TensorEntry
+from mergepipe_pipeline.domain.checkpoint import TensorEntry
 from mergepipe_pipeline.storage.header import LENGTH_NBYTES, header_nbytes, parse_header
 
 #: Per dtype its bits as an unsigned integer, and the least that is not finite without the sign:

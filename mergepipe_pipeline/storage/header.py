@@ -14,9 +14,9 @@ from itertools import accumulate
 from math import prod
 from typing import Any
 
+from mergepipe_pipeline.domain.checkpoint import TensorEntry
 from mergepipe_pipeline.dtypes import ITEMSIZE
 from mergepipe_pipeline.errors import CheckpointError, IncompleteCheckpointError
-from mergepipe_pipeline.spec.checkpoint import TensorEntry
 from mergepipe_pipeline.storage.json_text import parse_json
 
 LENGTH_NBYTES = 8

@@ -14,14 +14,14 @@ from collections import Counter
 from dataclasses import replace
 
 from mergepipe_pipeline.digest import sha256_hex
-from mergepipe_pipeline.errors import CheckpointError, IncompleteCheckpointError
-from mergepipe_pipeline.spec.checkpoint import (
+from mergepipe_pipeline.domain.checkpoint import (
     Checkpoint,
     CheckpointKind,
     FileEntry,
     TensorEntry,
 )
-from mergepipe_pipeline.spec.tensor_names import plain_name
+from mergepipe_pipeline.domain.tensor_names import plain_name
+from mergepipe_pipeline.errors import CheckpointError, IncompleteCheckpointError
 from mergepipe_pipeline.storage.adapter_config import CONFIG as ADAPTER_CONFIG
 from mergepipe_pipeline.storage.adapter_config import KIND as ADAPTER_CONFIG_KIND
 from mergepipe_pipeline.storage.header import LENGTH_NBYTES, header_nbytes, parse_header

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from mergepipe_pipeline.digest import seal, unseal
+from mergepipe_pipeline.domain.machine_profile import MachineProfile
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.spec.machine_profile import MachineProfile
 from mergepipe_pipeline.storage.atomic import write_atomic
 
 

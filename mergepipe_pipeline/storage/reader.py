@@ -11,10 +11,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from mergepipe_pipeline.domain.blocks import Range
+from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import BudgetError, CheckpointChangedError
-from mergepipe_pipeline.spec.blocks import Range
-from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.storage.source import Batched, RangedFiles
 
 if TYPE_CHECKING:

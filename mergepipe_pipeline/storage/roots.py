@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NoReturn
 from urllib.parse import parse_qs, quote, unquote, urlencode, urlsplit
 
+from mergepipe_pipeline.domain.checkpoint import AWAY
 from mergepipe_pipeline.errors import CheckpointError, MergePipeError
-from mergepipe_pipeline.spec.checkpoint import AWAY
 from mergepipe_pipeline.storage.json_text import parse_json
 
 ENVIRONMENT = "MERGEPIPE_ROOTS"

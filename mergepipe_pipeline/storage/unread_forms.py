@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mergepipe_pipeline.domain.checkpoint import CheckpointKind, TensorEntry
 from mergepipe_pipeline.errors import CheckpointError
-from mergepipe_pipeline.spec.checkpoint import CheckpointKind, TensorEntry
 from mergepipe_pipeline.storage.adapter_config import CONFIG as ADAPTER_CONFIG
 from mergepipe_pipeline.storage.adapter_config import KIND as ADAPTER_CONFIG_KIND
 from mergepipe_pipeline.storage.json_text import load_object

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mergepipe_pipeline.concurrency.threads import single_threaded_torch
-from mergepipe_pipeline.spec.segments import KnownSegments
-from mergepipe_pipeline.spec.view import LowRank, Part, RowValues, Update, view_of
+from mergepipe_pipeline.domain.segments import KnownSegments
+from mergepipe_pipeline.domain.view import LowRank, Part, RowValues, Update, view_of
 from mergepipe_pipeline.tensors.stored import Readers, as_float32, read_stored
 from mergepipe_pipeline.tensors.verified import Verifier
 

@@ -11,8 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from mergepipe_pipeline.arrays import U8Array
+from mergepipe_pipeline.domain.view import Part, TensorView
 from mergepipe_pipeline.dtypes import TORCH_NAME, itemsize
-from mergepipe_pipeline.spec.view import Part, TensorView
 from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.tensors.verified import Verify
 

@@ -10,11 +10,11 @@ import threading
 from collections.abc import Callable
 
 from mergepipe_pipeline.digest import CHECKSUM_NBYTES, segment_checksums
+from mergepipe_pipeline.domain.blocks import Range, coalesce
+from mergepipe_pipeline.domain.segments import Segments
+from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.spec.blocks import Range, coalesce
-from mergepipe_pipeline.spec.segments import Segments
-from mergepipe_pipeline.spec.view import TensorView
 
 #: Compares the stored bytes of elements [start, stop). Raises CorruptionError.
 Verify = Callable[[int, int, memoryview], None]

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mergepipe_pipeline.concurrency.threads import cores
+from mergepipe_pipeline.domain.machine_profile import EnginePace, MachineProfile
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.execution.plan_leases import staging
 from mergepipe_pipeline.progress import Progress, Silent
-from mergepipe_pipeline.spec.machine_profile import EnginePace, MachineProfile
 from mergepipe_pipeline.storage.profile import store_profile
 from mergepipe_pipeline.text import now
 from mergepipe_pipeline.timing.engine_benchmark import measure_engine

@@ -12,17 +12,17 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from mergepipe_pipeline.domain.blocks import total_elems
+from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.pack import TIERS_OF
+from mergepipe_pipeline.domain.plan import LayerTask, MergePlan
+from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.facts.packs import PackedCost, packed_cost
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.planner.level_selection import PACKS
 from mergepipe_pipeline.planner.parts import is_merged, stored_like
 from mergepipe_pipeline.resolution.resolve import ResolvedRecipe
-from mergepipe_pipeline.spec.blocks import total_elems
-from mergepipe_pipeline.spec.model import Model
-from mergepipe_pipeline.spec.pack import TIERS_OF
-from mergepipe_pipeline.spec.plan import LayerTask, MergePlan
-from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.storage.profile import load_profile
 from mergepipe_pipeline.storage.uncached import cached_of_file, fits_page_cache
 from mergepipe_pipeline.timing.time_model import Seconds, Work, measured_as, seconds, total

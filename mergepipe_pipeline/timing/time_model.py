@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 
+from mergepipe_pipeline.domain.machine_profile import EnginePace, MachineProfile
 from mergepipe_pipeline.packs.pace import DECODE_EXACT_ELEM_S, DECODE_NEAR_ELEM_S
-from mergepipe_pipeline.spec.machine_profile import EnginePace, MachineProfile
 
 #: An element of the output takes about as long as two of experts: it is also rounded, looked at for
 #: NaN, hashed and written. Measured, in elements of an expert: linear 2.6, task_arithmetic 3.6,

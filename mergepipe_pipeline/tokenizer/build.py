@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from mergepipe_pipeline.domain.recipe import TokenizerRecipe, TokenRule
 from mergepipe_pipeline.errors import CheckpointError, RecipeError
-from mergepipe_pipeline.spec.recipe import TokenizerRecipe, TokenRule
 from mergepipe_pipeline.tokenizer.model_tokenizer import AddedToken, ModelTokenizer
 from mergepipe_pipeline.tokenizer.output_files import output_files
 from mergepipe_pipeline.tokenizer.row_sources import ModelRows, Vocabulary, model_rows

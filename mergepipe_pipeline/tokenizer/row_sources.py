@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from mergepipe_pipeline.domain.recipe import TokenRule
 from mergepipe_pipeline.errors import RecipeError
-from mergepipe_pipeline.spec.recipe import TokenRule
 
 Pairs = tuple[tuple[int, int], ...]
 

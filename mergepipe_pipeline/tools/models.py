@@ -17,16 +17,16 @@ from mergepipe_pipeline.arrays import F32Array
 from mergepipe_pipeline.contents.input_segments import Inputs, checkpoint_inputs
 from mergepipe_pipeline.contents.side_file_digests import refuse_changed_files
 from mergepipe_pipeline.contents.tensor_digests import content_of
+from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
+from mergepipe_pipeline.domain.plan import Source
+from mergepipe_pipeline.domain.snapshot import LineageEntry
+from mergepipe_pipeline.domain.stored_form import CONFIG_KEYS
+from mergepipe_pipeline.domain.view import view_of
 from mergepipe_pipeline.errors import CheckpointError
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.resolution.aliases import aliases
 from mergepipe_pipeline.resolution.locate import locate_checkpoint
 from mergepipe_pipeline.resolution.plain_numbers import coded_error
-from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
-from mergepipe_pipeline.spec.plan import Source
-from mergepipe_pipeline.spec.snapshot import LineageEntry
-from mergepipe_pipeline.spec.stored_form import CONFIG_KEYS
-from mergepipe_pipeline.spec.view import view_of
 from mergepipe_pipeline.storage.json_text import load_object
 from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.side_files import side_files

@@ -15,10 +15,10 @@ import numpy as np
 
 from mergepipe_pipeline.arrays import F32Array
 from mergepipe_pipeline.digest import sha256_hex
+from mergepipe_pipeline.domain.layers import is_embedding
 from mergepipe_pipeline.errors import CheckpointError, MergePipeError
 from mergepipe_pipeline.evaluation.perplexity import LOCAL
 from mergepipe_pipeline.progress import Progress
-from mergepipe_pipeline.spec.layers import is_embedding
 from mergepipe_pipeline.tools.models import Input
 from mergepipe_pipeline.tools.moe_config import ExpertConfig, GateMode
 

@@ -15,6 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from mergepipe_pipeline.digest import digest_json, seal, sha256_hex
+from mergepipe_pipeline.domain.outcome import StoredObject
+from mergepipe_pipeline.domain.plan import ENGINE_VERSION, Source
+from mergepipe_pipeline.domain.snapshot import (
+    MANIFEST,
+    PROVENANCE,
+    LineageEntry,
+    Manifest,
+    ShardEntry,
+    SideFile,
+)
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.execution.plan_leases import staging
 from mergepipe_pipeline.progress import Advance
@@ -25,16 +35,6 @@ from mergepipe_pipeline.snapshots.marks import Marks
 from mergepipe_pipeline.snapshots.model_folder import index_json, tool_card
 from mergepipe_pipeline.snapshots.out_folder import check_folder, check_out
 from mergepipe_pipeline.snapshots.stage import made_here, stage_snapshot
-from mergepipe_pipeline.spec.outcome import StoredObject
-from mergepipe_pipeline.spec.plan import ENGINE_VERSION, Source
-from mergepipe_pipeline.spec.snapshot import (
-    MANIFEST,
-    PROVENANCE,
-    LineageEntry,
-    Manifest,
-    ShardEntry,
-    SideFile,
-)
 from mergepipe_pipeline.storage.atomic import publish_dir, write_atomic
 from mergepipe_pipeline.storage.header import Described
 from mergepipe_pipeline.storage.open_checkpoint import INDEX, open_checkpoint

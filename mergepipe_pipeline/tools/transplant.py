@@ -15,20 +15,20 @@ from typing import Any
 import numpy as np
 
 from mergepipe_pipeline.arrays import F32Array
-from mergepipe_pipeline.dtypes import FLOATING
-from mergepipe_pipeline.errors import CheckpointError, IncompatibleCheckpointsError
-from mergepipe_pipeline.progress import Progress
-from mergepipe_pipeline.resolution.vocabulary_tables import changed_sizes, refuse_left_tables
-from mergepipe_pipeline.snapshots.model_folder import config_json, shard_name
-from mergepipe_pipeline.spec.layers import (
+from mergepipe_pipeline.domain.layers import (
     embedding_like,
     is_embedding,
     is_post,
     layer_index,
     vocabulary_axis,
 )
-from mergepipe_pipeline.spec.plan import ConfigValue
-from mergepipe_pipeline.spec.tied_head import ties_head
+from mergepipe_pipeline.domain.plan import ConfigValue
+from mergepipe_pipeline.domain.tied_head import ties_head
+from mergepipe_pipeline.dtypes import FLOATING
+from mergepipe_pipeline.errors import CheckpointError, IncompatibleCheckpointsError
+from mergepipe_pipeline.progress import Progress
+from mergepipe_pipeline.resolution.vocabulary_tables import changed_sizes, refuse_left_tables
+from mergepipe_pipeline.snapshots.model_folder import config_json, shard_name
 from mergepipe_pipeline.storage.header import Described
 from mergepipe_pipeline.storage.json_text import json_bytes
 from mergepipe_pipeline.storage.side_files import CONFIG

@@ -12,6 +12,9 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mergepipe_pipeline.domain.evaluation import Evaluator, Gate, Metrics, Verdict
+from mergepipe_pipeline.domain.plan import MergePlan
+from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import UNMERGEABLE, EvaluationError
 from mergepipe_pipeline.evaluation.judge import judge
@@ -20,9 +23,6 @@ from mergepipe_pipeline.execution.plan_leases import lease
 from mergepipe_pipeline.execution.plan_store import load_plan, store_plan
 from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.progress import Progress, Silent
-from mergepipe_pipeline.spec.evaluation import Evaluator, Gate, Metrics, Verdict
-from mergepipe_pipeline.spec.plan import MergePlan
-from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.tracing.regression import Regression, Suspect
 from mergepipe_pipeline.tracing.search import Narrowed, narrow
 from mergepipe_pipeline.tracing.stitch import layers_apart, stitched

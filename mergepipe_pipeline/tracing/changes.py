@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from mergepipe_pipeline.catalog.catalog import Registration
 from mergepipe_pipeline.contents.tensor_digests import content_of
+from mergepipe_pipeline.domain.layers import layer_order
+from mergepipe_pipeline.domain.request import Request
+from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.errors import MergePipeError, NotFoundError
 from mergepipe_pipeline.execution.lookup import provenance_of, request_of
 from mergepipe_pipeline.recipe.yaml_text import read_documents
-from mergepipe_pipeline.spec.layers import layer_order
-from mergepipe_pipeline.spec.request import Request
-from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: Keys of a recipe that say when, where and for whom, and not what is merged.

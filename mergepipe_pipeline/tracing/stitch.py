@@ -9,8 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from mergepipe_pipeline.spec.plan import ExpertInput, LayerTask, MergePlan, TensorTask
-from mergepipe_pipeline.spec.view import renumbered
+from mergepipe_pipeline.domain.plan import ExpertInput, LayerTask, MergePlan, TensorTask
+from mergepipe_pipeline.domain.view import renumbered
 
 T = TypeVar("T")
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from mergepipe_pipeline.catalog.catalog import Registration
 from mergepipe_pipeline.contents.rests import damaged_rest_named
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
+from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.facts.expert_stats import Pair, common_pairs, ensure_stats
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.resolution.grid import grid_for
 from mergepipe_pipeline.resolution.locate import locate_registered, names_here
 from mergepipe_pipeline.resolution.open_models import open_pair
-from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.warehouse import Warehouse
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
+from mergepipe_pipeline.domain.evaluation import Evaluator, Gate
+from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import GateError, NotFoundError
 from mergepipe_pipeline.evaluation.run import evaluate
@@ -17,8 +19,6 @@ from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.snapshots.find import list_snapshots, load_snapshot
-from mergepipe_pipeline.spec.evaluation import Evaluator, Gate
-from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.tracing.bisection import Bisection, Tell
 from mergepipe_pipeline.tracing.bisection import bisect as run
 from mergepipe_pipeline.tracing.cost import Cost, cost_of

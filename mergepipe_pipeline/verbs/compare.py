@@ -10,6 +10,10 @@ from collections.abc import Iterator, Mapping
 
 from mergepipe_pipeline.catalog.catalog import Fact
 from mergepipe_pipeline.contents.away import present_root
+from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
+from mergepipe_pipeline.domain.plan import Source
+from mergepipe_pipeline.domain.snapshot import Snapshot
+from mergepipe_pipeline.domain.view import TensorView, moved, renumbered, sources_of, view_of
 from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.errors import (
     IncompatibleCheckpointsError,
@@ -22,10 +26,6 @@ from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.report.comparison import FACT, Comparison, _comparison, full_plan_id
 from mergepipe_pipeline.snapshots.checks import verify_with_progress
 from mergepipe_pipeline.snapshots.find import list_snapshots, load_snapshot
-from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
-from mergepipe_pipeline.spec.plan import Source
-from mergepipe_pipeline.spec.snapshot import Snapshot
-from mergepipe_pipeline.spec.view import TensorView, moved, renumbered, sources_of, view_of
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
 

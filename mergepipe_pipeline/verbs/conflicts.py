@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.facts.expert_stats import common_pairs, ensure_stats
 from mergepipe_pipeline.progress import Progress
@@ -14,7 +15,6 @@ from mergepipe_pipeline.resolution.fit import refuse_unplaced
 from mergepipe_pipeline.resolution.grid import grid_for
 from mergepipe_pipeline.resolution.open_models import open_models
 from mergepipe_pipeline.resolution.plain_numbers import refuse_coded
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
 
 if TYPE_CHECKING:

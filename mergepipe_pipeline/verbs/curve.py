@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from math import nan
 from typing import TYPE_CHECKING, Any, Unpack
 
+from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.execution.problem import SolvedProblem, solve_plan, solve_recipe
 from mergepipe_pipeline.pictures import Line, Panel, Series, Spots, chart, panels_picture
 from mergepipe_pipeline.planner.budget_curve import SHARES, BudgetCurve, Point, budget_curve
@@ -14,7 +15,6 @@ from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.report.predicted import why_no_curve, why_no_error
 from mergepipe_pipeline.resolution.resolve import Planning
-from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.text import byte_unit, size
 from mergepipe_pipeline.warehouse import Warehouse
 

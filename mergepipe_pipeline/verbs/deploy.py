@@ -31,6 +31,11 @@ from mergepipe_pipeline.deploy.recorded import (
 )
 from mergepipe_pipeline.deploy.wanted import not_indexed, wanted, wanted_of
 from mergepipe_pipeline.digest import digest_json, seal, unseal
+from mergepipe_pipeline.domain.checkpoint import Checkpoint
+from mergepipe_pipeline.domain.outcome import LayerOutcome, Realised
+from mergepipe_pipeline.domain.plan import MergePlan
+from mergepipe_pipeline.domain.shard import Shard
+from mergepipe_pipeline.domain.snapshot import MANIFEST, Ref, Snapshot
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import (
     BudgetError,
@@ -51,11 +56,6 @@ from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import made_anew
 from mergepipe_pipeline.integrity.weights import audit_snapshot, refuse_unfit
 from mergepipe_pipeline.snapshots.find import load_snapshot
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.spec.outcome import LayerOutcome, Realised
-from mergepipe_pipeline.spec.plan import MergePlan
-from mergepipe_pipeline.spec.shard import Shard
-from mergepipe_pipeline.spec.snapshot import MANIFEST, Ref, Snapshot
 from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.timing.forecast import forecast_plan
 from mergepipe_pipeline.verbs.conflicts import conflicts

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mergepipe_pipeline.domain.evaluation import Evaluation, Evaluator
 from mergepipe_pipeline.evaluation.run import evaluate as run
 from mergepipe_pipeline.evaluation.store import evaluations_of
 from mergepipe_pipeline.execution.lookup import snapshot_of
 from mergepipe_pipeline.snapshots.find import load_snapshot
-from mergepipe_pipeline.spec.evaluation import Evaluation, Evaluator
 from mergepipe_pipeline.warehouse import Warehouse
 
 __all__ = ["evaluate", "evaluations_of"]

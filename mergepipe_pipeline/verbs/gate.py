@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mergepipe_pipeline.digest import seal, unseal
+from mergepipe_pipeline.domain.evaluation import Evaluation, Evaluator, Verdict
+from mergepipe_pipeline.domain.snapshot import Ref, Snapshot
 from mergepipe_pipeline.errors import (
     CorruptionError,
     EvaluationError,
@@ -26,8 +28,6 @@ from mergepipe_pipeline.evaluation.run import evaluate
 from mergepipe_pipeline.evaluation.store import kept
 from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.snapshots.marks import Marks
-from mergepipe_pipeline.spec.evaluation import Evaluation, Evaluator, Verdict
-from mergepipe_pipeline.spec.snapshot import Ref, Snapshot
 from mergepipe_pipeline.storage.atomic import remove_tree, write_atomic
 from mergepipe_pipeline.warehouse import Warehouse
 

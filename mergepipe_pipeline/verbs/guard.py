@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from mergepipe_pipeline.contents.quarantine import Quarantine, kept_out, quarantined_names
 from mergepipe_pipeline.deploy.recipe_files import standing_recipes
+from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.errors import GateError
 from mergepipe_pipeline.execution.lookup import request_of
-from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.warehouse import Warehouse
 
 

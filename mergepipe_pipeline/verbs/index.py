@@ -13,15 +13,15 @@ from mergepipe_pipeline.deploy.arrivals import attempted, mark_packed, packing
 from mergepipe_pipeline.deploy.packing import PacksWanted
 from mergepipe_pipeline.deploy.recipe_files import standing_recipes, uses
 from mergepipe_pipeline.digest import digest_json
+from mergepipe_pipeline.domain.layers import layer_count, layer_name, layer_order
+from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.recipe import ModelRef
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.facts.expert_stats import common_pairs, ensure_stats
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.grid import grid_for
 from mergepipe_pipeline.resolution.locate import locate_registered
 from mergepipe_pipeline.resolution.open_models import open_models
-from mergepipe_pipeline.spec.layers import layer_count, layer_name, layer_order
-from mergepipe_pipeline.spec.model import Model
-from mergepipe_pipeline.spec.recipe import ModelRef
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 

@@ -16,12 +16,12 @@ from pathlib import Path
 
 from mergepipe_pipeline.deploy.arrivals import mark_landed
 from mergepipe_pipeline.deploy.stamps import stamps_of, token_of
+from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.errors import CheckpointChangedError, MergePipeError
 from mergepipe_pipeline.progress import Advance, Progress, Silent
 from mergepipe_pipeline.remote.address import is_address
 from mergepipe_pipeline.resolution.locate import locate_checkpoint
 from mergepipe_pipeline.snapshots.leases import Need
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.storage.atomic import (
     copy_file,
     link_file,

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from mergepipe_pipeline.contents.quarantine import is_quarantined, kept_out, quarantined_names
 from mergepipe_pipeline.deploy.inbox import arrivals_at_fault
+from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.evaluation.store import evaluations_of
 from mergepipe_pipeline.execution.lookup import provenance_of
@@ -16,7 +17,6 @@ from mergepipe_pipeline.packs.store import Pack
 from mergepipe_pipeline.snapshots.find import scan_snapshots
 from mergepipe_pipeline.snapshots.marks import Marks
 from mergepipe_pipeline.snapshots.refs import RefStore
-from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.text import escaped
 from mergepipe_pipeline.warehouse import Warehouse
 

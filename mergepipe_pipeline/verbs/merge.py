@@ -13,6 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
+from mergepipe_pipeline.domain.checkpoint import Checkpoint
+from mergepipe_pipeline.domain.outcome import RunStart
+from mergepipe_pipeline.domain.plan import MergePlan
+from mergepipe_pipeline.domain.snapshot import Ref, Snapshot
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import DamagedPackError
 from mergepipe_pipeline.execution.base_prefetch import prefetch_base
@@ -25,10 +29,6 @@ from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.resolution.resolve import Planning, ResolvedRecipe
 from mergepipe_pipeline.snapshots.leases import Need
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.spec.outcome import RunStart
-from mergepipe_pipeline.spec.plan import MergePlan
-from mergepipe_pipeline.spec.snapshot import Ref, Snapshot
 from mergepipe_pipeline.timing.forecast import forecast
 from mergepipe_pipeline.verbs.export import check_out, export
 from mergepipe_pipeline.verbs.gate import Judged, judge_snapshot, mark, refuse, refuse_unready

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 
+from mergepipe_pipeline.domain.operator import OperatorSchema
 from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.operators import OPERATORS
-from mergepipe_pipeline.spec.operator import OperatorSchema
 
 
 def operators(name: str | None = None) -> tuple[OperatorSchema, ...]:

@@ -10,6 +10,15 @@ from math import prod
 
 from mergepipe_pipeline.contents.input_segments import checkpoint_inputs
 from mergepipe_pipeline.deploy.recipe_files import bases_read
+from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.pack import (
+    PACKED_DTYPES,
+    TIERS,
+    TIERS_OF,
+    PackedTensor,
+    TensorContent,
+    Tier,
+)
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import CorruptionError, IncompatibleCheckpointsError, MergePipeError
 from mergepipe_pipeline.execution.plan_leases import staging
@@ -22,15 +31,6 @@ from mergepipe_pipeline.packs.writer import Origin, Packing, write_pack
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.resolution.locate import locate_registered, names_here
 from mergepipe_pipeline.resolution.open_models import open_pair
-from mergepipe_pipeline.spec.model import Model
-from mergepipe_pipeline.spec.pack import (
-    PACKED_DTYPES,
-    TIERS,
-    TIERS_OF,
-    PackedTensor,
-    TensorContent,
-    Tier,
-)
 from mergepipe_pipeline.storage.atomic import replace_dir
 from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.source import Reading, open_source

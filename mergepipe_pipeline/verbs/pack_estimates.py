@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.facts.pack_estimate import PackEstimate, estimate_pack
 from mergepipe_pipeline.resolution.open_models import open_pair, packable
 from mergepipe_pipeline.resolution.resolve import ResolvedRecipe
-from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: Chunks that are encoded for all experts of a recipe together, and of each at least.

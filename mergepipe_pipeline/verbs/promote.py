@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mergepipe_pipeline.deploy.recipe_files import standing_recipes
+from mergepipe_pipeline.domain.snapshot import Ref
 from mergepipe_pipeline.errors import GateError
 from mergepipe_pipeline.execution.lookup import snapshot_of
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.snapshots.find import load_snapshot
-from mergepipe_pipeline.spec.snapshot import Ref
 from mergepipe_pipeline.verbs.gate import Judged, judge_snapshot, mark, refuse
 from mergepipe_pipeline.verbs.guard import refuse_kept_out
 from mergepipe_pipeline.verbs.publish import publish

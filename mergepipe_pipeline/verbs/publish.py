@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mergepipe_pipeline.domain.snapshot import Ref, Snapshot
 from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.execution.lookup import snapshot_of
 from mergepipe_pipeline.progress import Progress, Silent
@@ -9,7 +10,6 @@ from mergepipe_pipeline.snapshots.checks import Checked, verify_snapshot
 from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.snapshots.leases import Need
 from mergepipe_pipeline.snapshots.marks import Marks
-from mergepipe_pipeline.spec.snapshot import Ref, Snapshot
 from mergepipe_pipeline.warehouse import Warehouse
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from mergepipe_pipeline.domain.outcome import StoredObject
+from mergepipe_pipeline.domain.snapshot import PROVENANCE, Manifest, Snapshot
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundError
 from mergepipe_pipeline.execution.plan_leases import staging as staging_of
 from mergepipe_pipeline.integrity.lineage import refuse_other_lineage
@@ -14,8 +16,6 @@ from mergepipe_pipeline.snapshots.leases import Need
 from mergepipe_pipeline.snapshots.marks import Marks
 from mergepipe_pipeline.snapshots.mirror import Mirror, mirror_at, provenance_key
 from mergepipe_pipeline.snapshots.stage import stage_snapshot
-from mergepipe_pipeline.spec.outcome import StoredObject
-from mergepipe_pipeline.spec.snapshot import PROVENANCE, Manifest, Snapshot
 from mergepipe_pipeline.storage.chain import MOST_VERSIONS
 from mergepipe_pipeline.text import whole_number
 from mergepipe_pipeline.warehouse import BUCKET, Warehouse

@@ -16,6 +16,7 @@ from mergepipe_pipeline.catalog.catalog import Registration
 from mergepipe_pipeline.contents.away_files import refuse_other_base
 from mergepipe_pipeline.contents.input_segments import checkpoint_inputs
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
+from mergepipe_pipeline.domain.view import view_of
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import (
     CorruptionError,
@@ -43,7 +44,6 @@ from mergepipe_pipeline.remote.address import parse_address
 from mergepipe_pipeline.remote.folders import Folder, folder_at
 from mergepipe_pipeline.resolution.locate import locate_registered
 from mergepipe_pipeline.snapshots.leases import Need
-from mergepipe_pipeline.spec.view import view_of
 from mergepipe_pipeline.storage.atomic import make_dirs, remove_tree, replace_dir
 from mergepipe_pipeline.storage.forms import MAX_NBYTES
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint

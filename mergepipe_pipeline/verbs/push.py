@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.errors import CorruptionError, RemoteError
 from mergepipe_pipeline.evaluation.store import evaluations_of
 from mergepipe_pipeline.execution.lookup import snapshot_of
@@ -19,7 +20,6 @@ from mergepipe_pipeline.snapshots.checks import verify_with_progress
 from mergepipe_pipeline.snapshots.find import load_snapshot, manifest_of
 from mergepipe_pipeline.snapshots.leases import Need
 from mergepipe_pipeline.snapshots.outgoing import FIRST_OPENED, files_named, outgoing_files
-from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.warehouse import Warehouse
 
 

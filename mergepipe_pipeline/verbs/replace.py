@@ -17,6 +17,8 @@ from mergepipe_pipeline.contents.away_files import refuse_other_base
 from mergepipe_pipeline.contents.input_segments import checkpoint_inputs
 from mergepipe_pipeline.contents.other_codecs import refuse_other_codec
 from mergepipe_pipeline.digest import new_hash
+from mergepipe_pipeline.domain.checkpoint import Checkpoint
+from mergepipe_pipeline.domain.view import view_of
 from mergepipe_pipeline.errors import CorruptionError, NotFoundError
 from mergepipe_pipeline.execution.plan_leases import staging
 from mergepipe_pipeline.packs.contents import packed_as
@@ -34,8 +36,6 @@ from mergepipe_pipeline.packs.replaced import (
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.resolution.locate import expanded, locate_registered, registered_version
 from mergepipe_pipeline.snapshots.folder_export import staging_beside
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.spec.view import view_of
 from mergepipe_pipeline.storage.atomic import (
     copy_file,
     make_dirs,

@@ -15,6 +15,10 @@ from typing import Any
 from mergepipe_pipeline.contents.away import present_root
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.digest import digest_json
+from mergepipe_pipeline.domain.checkpoint import Checkpoint
+from mergepipe_pipeline.domain.plan import ENGINE_VERSION, MergePlan
+from mergepipe_pipeline.domain.request import Request, RequestedModel
+from mergepipe_pipeline.domain.snapshot import Manifest, ShardEntry, Snapshot
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import (
     CheckpointChangedError,
@@ -33,10 +37,6 @@ from mergepipe_pipeline.recipe.selectors import Recorded
 from mergepipe_pipeline.resolution.open_models import packable
 from mergepipe_pipeline.resolution.recipe_text import as_asked, parse
 from mergepipe_pipeline.resolution.resolve import ResolvedRecipe, resolve_stage
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.spec.plan import ENGINE_VERSION, MergePlan
-from mergepipe_pipeline.spec.request import Request, RequestedModel
-from mergepipe_pipeline.spec.snapshot import Manifest, ShardEntry, Snapshot
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.profile import store_seek
 from mergepipe_pipeline.verbs.pack import repack

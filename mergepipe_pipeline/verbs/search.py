@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 
+from mergepipe_pipeline.domain.snapshot import Ref
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.search.candidate import evaluate, snapshot_of
 from mergepipe_pipeline.search.cost import SearchCost, search_cost
@@ -19,7 +20,6 @@ from mergepipe_pipeline.search.prior import search_prior
 from mergepipe_pipeline.search.proposing import SearchState, propose, state_of
 from mergepipe_pipeline.search.records import Prior, Proposal, Result, Search
 from mergepipe_pipeline.search.start import begin_search, read_search, start_search
-from mergepipe_pipeline.spec.snapshot import Ref
 from mergepipe_pipeline.verbs.publish import publish
 from mergepipe_pipeline.warehouse import Warehouse
 

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from mergepipe_pipeline.catalog.seals import untouched
+from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.integrity.auditor import SCOPES, Auditor, Finding, Scope
 from mergepipe_pipeline.integrity.inputs import verify_inputs
 from mergepipe_pipeline.integrity.lineage import verify_lineage
@@ -18,7 +19,6 @@ from mergepipe_pipeline.integrity.packs import verify_frames, verify_indexes
 from mergepipe_pipeline.integrity.records import verify_structure
 from mergepipe_pipeline.integrity.results import report_shards, verify_digests
 from mergepipe_pipeline.progress import Progress, Silent
-from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.storage.journal import Journal
 from mergepipe_pipeline.warehouse import Warehouse
 

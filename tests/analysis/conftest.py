@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from mergepipe_pipeline.spec import segments
+from mergepipe_pipeline.domain import segments
 
 #: Elements of a segment in these tests.
 SEGMENT_ELEMS = 4096

@@ -15,10 +15,10 @@ import torch
 
 from mergepipe_pipeline.analysis import stream
 from mergepipe_pipeline.analysis.statistics import analyze_experts
-from mergepipe_pipeline.spec.blocks import BlockGrid
-from mergepipe_pipeline.spec.model import Model
-from mergepipe_pipeline.spec.stats import ExpertStats, Magnitudes, TensorStats
-from tests.stored import Floats, Stored, decode, model_of, write
+from mergepipe_pipeline.domain.blocks import BlockGrid
+from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.stats import ExpertStats, Magnitudes, TensorStats
+from tests.support.stored import Floats, Stored, decode, model_of, write
 
 #: Elements per window in tests: a few thousand elements then make several windows.
 WINDOW_ELEMS = 8192

@@ -10,10 +10,10 @@ import pytest
 
 from mergepipe_pipeline.analysis.agreement import Agreement
 from mergepipe_pipeline.analysis.conflict_report import ConflictReport, conflicts
-from mergepipe_pipeline.spec.blocks import BlockGrid
-from mergepipe_pipeline.spec.stats import ExpertStats
+from mergepipe_pipeline.domain.blocks import BlockGrid
+from mergepipe_pipeline.domain.stats import ExpertStats
 from tests.analysis.pairs import analyze_one, on_disk, pairs_of
-from tests.stored import encode
+from tests.support.stored import encode
 
 Floats = npt.NDArray[np.float64]
 Deltas = dict[str, Floats]

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from mergepipe_pipeline.analysis.cuts import open_rule, plain_rule
 from mergepipe_pipeline.analysis.order import KEEP_ALL, KEEP_NONE
+from mergepipe_pipeline.domain.blocks import BlockGrid
+from mergepipe_pipeline.domain.plan import TrimRule
+from mergepipe_pipeline.domain.stats import TensorStats
 from mergepipe_pipeline.operators.steps.open_trim import Run, closed
-from mergepipe_pipeline.spec.blocks import BlockGrid
-from mergepipe_pipeline.spec.plan import TrimRule
-from mergepipe_pipeline.spec.stats import TensorStats
 from tests.analysis.pairs import analyze_one, delta_of, on_disk
 from tests.analysis.test_thresholds import kept_by, oracle
-from tests.stored import Floats, Stored, encode
+from tests.support.stored import Floats, Stored, encode
 
 BLOCK = 4096
 W = ("w", "w")

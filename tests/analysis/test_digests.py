@@ -13,7 +13,7 @@ from mergepipe_pipeline.analysis.digests import digest_checkpoint
 from mergepipe_pipeline.digest import content_digest
 from mergepipe_pipeline.errors import CheckpointChangedError
 from tests.analysis.conftest import SEGMENT_ELEMS
-from tests.stored import Stored, content_of, encode, write
+from tests.support.stored import Stored, content_of, encode, write
 
 TENSORS: dict[str, Stored] = {
     "long": encode(np.arange(10000), "BF16"),

@@ -20,11 +20,11 @@ from mergepipe_pipeline.analysis.kernels import (
 )
 from mergepipe_pipeline.analysis.magnitudes import room_for
 from mergepipe_pipeline.analysis.order import in_bin
+from mergepipe_pipeline.domain.blocks import BlockGrid
+from mergepipe_pipeline.domain.stats import HIST_SHIFT, Magnitudes
 from mergepipe_pipeline.operators.kernels.kept_l1 import CHUNK_ELEMS
-from mergepipe_pipeline.spec.blocks import BlockGrid
-from mergepipe_pipeline.spec.stats import HIST_SHIFT, Magnitudes
 from tests.analysis.pairs import signs_and_lanes
-from tests.stored import Floats
+from tests.support.stored import Floats
 
 Bits = npt.NDArray[np.uint16]
 KEY = 0xFEDCBA9876543210

@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 
 from mergepipe_pipeline.analysis import stream
 from mergepipe_pipeline.analysis.measure import MeasuredTensor, measure
+from mergepipe_pipeline.domain.checkpoint import Checkpoint
+from mergepipe_pipeline.domain.plan import ExpertInput, TensorTask
+from mergepipe_pipeline.domain.view import moved
 from mergepipe_pipeline.errors import CheckpointChangedError
 from mergepipe_pipeline.operators import Window
 from mergepipe_pipeline.operators.steps.tensor_measures import Largest, Quantiles, Sums
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.spec.plan import ExpertInput, TensorTask
-from mergepipe_pipeline.spec.view import moved
-from tests.kinds import KINDS, Kinds, make_kinds
-from tests.oracles import largest
+from tests.support.kinds import KINDS, Kinds, make_kinds
+from tests.support.oracles import largest
 
 Matrix = npt.NDArray[np.float64]
 

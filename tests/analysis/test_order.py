@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from mergepipe_pipeline.analysis.order import Histogram, InBin, bits_at, in_bin, keep_largest
 from mergepipe_pipeline.arrays import U32Array
-from mergepipe_pipeline.spec.plan import TrimRule
-from tests.oracles import largest
-from tests.stored import Floats
+from mergepipe_pipeline.domain.plan import TrimRule
+from tests.support.oracles import largest
+from tests.support.stored import Floats
 
 T = TypeVar("T")
 

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from mergepipe_pipeline.analysis import ahead
 from mergepipe_pipeline.analysis.ahead import Buffers
-from mergepipe_pipeline.spec.blocks import BlockGrid
-from mergepipe_pipeline.spec.model import Model
-from mergepipe_pipeline.spec.stats import TensorStats, narrowed, widened
+from mergepipe_pipeline.domain.blocks import BlockGrid
+from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.stats import TensorStats, narrowed, widened
 from tests.analysis.pairs import (
     analyze_all,
     analyze_one,
@@ -29,9 +29,9 @@ from tests.analysis.pairs import (
     pairs_of,
     windows_of,
 )
-from tests.kinds import KINDS, make_kinds
-from tests.reads import of, tensor_reads
-from tests.stored import Stored, encode, model_of, write
+from tests.support.kinds import KINDS, make_kinds
+from tests.support.reads import of, tensor_reads
+from tests.support.stored import Stored, encode, model_of, write
 
 GRID = BlockGrid(8192)
 

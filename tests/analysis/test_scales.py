@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 
 from mergepipe_pipeline.analysis.scales import l1_scales
 from mergepipe_pipeline.analysis.thresholds import trim_rules
+from mergepipe_pipeline.domain.blocks import BlockGrid
+from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.operator import Fact
+from mergepipe_pipeline.domain.plan import ExpertInput, TensorTask, TrimRule
+from mergepipe_pipeline.domain.stats import ExpertStats
 from mergepipe_pipeline.operators.steps.random import keep_mask, uniforms
 from mergepipe_pipeline.operators.steps.sparsify import band_counts, trim_count
-from mergepipe_pipeline.spec.blocks import BlockGrid
-from mergepipe_pipeline.spec.model import Model
-from mergepipe_pipeline.spec.operator import Fact
-from mergepipe_pipeline.spec.plan import ExpertInput, TensorTask, TrimRule
-from mergepipe_pipeline.spec.stats import ExpertStats
 from tests.analysis.pairs import analyze_one, delta_of, on_disk, windows_of
-from tests.kinds import KINDS, make_kinds
-from tests.oracles import band_keep, l1_scale, rank_probability, trim_keep
-from tests.stored import Stored, decode, encode
+from tests.support.kinds import KINDS, make_kinds
+from tests.support.oracles import band_keep, l1_scale, rank_probability, trim_keep
+from tests.support.stored import Stored, decode, encode
 
 GRID = BlockGrid(4096)
 W = ("w", "w")

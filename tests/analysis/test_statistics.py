@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.analysis import stream
+from mergepipe_pipeline.domain.blocks import BlockGrid
+from mergepipe_pipeline.domain.stats import ExpertStats, TensorStats
 from mergepipe_pipeline.errors import CheckpointChangedError
 from mergepipe_pipeline.operators.kernels.kept_l1 import CHUNK_ELEMS
-from mergepipe_pipeline.spec.blocks import BlockGrid
-from mergepipe_pipeline.spec.stats import ExpertStats, TensorStats
 from tests.analysis.conftest import SEGMENT_ELEMS
 from tests.analysis.pairs import (
     analyze_all,
@@ -30,8 +30,8 @@ from tests.analysis.pairs import (
     sketch_of,
     windows_of,
 )
-from tests.kinds import KINDS, make_kinds
-from tests.stored import Stored, content_of, encode, low_rank_of, model_of
+from tests.support.kinds import KINDS, make_kinds
+from tests.support.stored import Stored, content_of, encode, low_rank_of, model_of
 
 DTYPES = ["BF16", "F16", "F32", "F64", "F8_E4M3", "F8_E5M2"]
 GRID = BlockGrid(4096)

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from mergepipe_pipeline.analysis import thresholds
 from mergepipe_pipeline.analysis.order import KEEP_ALL, KEEP_NONE
 from mergepipe_pipeline.analysis.thresholds import trim_rules
-from mergepipe_pipeline.spec.blocks import BlockGrid
-from mergepipe_pipeline.spec.plan import TrimRule
+from mergepipe_pipeline.domain.blocks import BlockGrid
+from mergepipe_pipeline.domain.plan import TrimRule
 from tests.analysis.pairs import analyze_one, delta_of, on_disk, windows_of
-from tests.kinds import KINDS, make_kinds
-from tests.oracles import largest
-from tests.stored import Floats, Stored, encode
+from tests.support.kinds import KINDS, make_kinds
+from tests.support.oracles import largest
+from tests.support.stored import Floats, Stored, encode
 
 Bools = npt.NDArray[np.bool_]
 GRID = BlockGrid(4096)

@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from mergepipe_pipeline.spec.checkpoint import Checkpoint, CheckpointKind, FileEntry, TensorEntry
-from mergepipe_pipeline.spec.stats import SAMPLE_WIDTH, SKETCH_WIDTH, ExpertStats, TensorStats
+from mergepipe_pipeline.domain.checkpoint import Checkpoint, CheckpointKind, FileEntry, TensorEntry
+from mergepipe_pipeline.domain.stats import SAMPLE_WIDTH, SKETCH_WIDTH, ExpertStats, TensorStats
 
 TENSOR_NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
 SHA = st.text("0123456789abcdef", min_size=64, max_size=64)

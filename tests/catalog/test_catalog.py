@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 
 from mergepipe_pipeline.catalog.catalog import Catalog, Registration
+from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.errors import MergePipeError, NotFoundError
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from tests.catalog.facts import checkpoint, checkpoints, same, some_stats
 
 

@@ -20,7 +20,7 @@ from mergepipe_pipeline.catalog.magnitude_files import (
     encode_magnitudes,
 )
 from mergepipe_pipeline.catalog.row_groups import RowGroups, write_groups
-from mergepipe_pipeline.spec.stats import ExpertStats, Magnitudes
+from mergepipe_pipeline.domain.stats import ExpertStats, Magnitudes
 from tests.catalog.facts import same, some_stats
 
 IDS = ("b" * 24, "c" * 24, 4096)

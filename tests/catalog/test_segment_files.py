@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mergepipe_pipeline.catalog.segment_files import SegmentFiles, put_segments
+from mergepipe_pipeline.domain.segments import COARSE_ELEMS
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.spec.segments import COARSE_ELEMS
 
 OWNER = "0" * 24
 

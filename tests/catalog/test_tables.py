@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from mergepipe_pipeline.catalog import arrow_tables as tables
 from mergepipe_pipeline.catalog import stats_tables
+from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
+from mergepipe_pipeline.domain.stats import ExpertStats
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
-from mergepipe_pipeline.spec.stats import ExpertStats
 from tests.catalog.facts import (
     SHA,
     TENSOR_NAMES,

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.family import tensors_of, write_model
+from tests.support.family import tensors_of, write_model
 
 
 def call(*words: object) -> Result:

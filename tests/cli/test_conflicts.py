@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from mergepipe_pipeline.cli.main import main
-from tests.reads import tensor_reads
+from tests.support.reads import tensor_reads
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -11,10 +11,10 @@ from click.testing import CliRunner
 
 from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.digest import seal, unseal
-from mergepipe_pipeline.spec.snapshot import PROVENANCE
+from mergepipe_pipeline.domain.snapshot import PROVENANCE
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.family import tensors_of, write_model
+from tests.support.family import tensors_of, write_model
 
 
 def run(tmp: Path, *words: str) -> str:

@@ -11,8 +11,8 @@ from click.testing import CliRunner
 
 from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.verbs.register import register
-from tests.family import write_adapter
 from tests.packs.models import warehouse_of
+from tests.support.family import write_adapter
 
 
 def run(tmp: Path, *words: str, code: int = 0) -> str:

@@ -13,6 +13,8 @@ import pytest
 
 from mergepipe_pipeline.contents import tensor_digests
 from mergepipe_pipeline.contents.places import Places, place_of
+from mergepipe_pipeline.domain.checkpoint import TensorEntry
+from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.engine.sources import SourcePool
 from mergepipe_pipeline.errors import CorruptionError
@@ -21,13 +23,11 @@ from mergepipe_pipeline.execution.run import MergeOutcome, run_plan
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.snapshots.find import list_snapshots
-from mergepipe_pipeline.spec.checkpoint import TensorEntry
-from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.read_batch import ReadBatch
 from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.family import write_adapter
+from tests.support.family import write_adapter
 
 METHODS = {
     "ties": "{weight: 0.5, density: 0.5}",

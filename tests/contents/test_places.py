@@ -11,19 +11,19 @@ import pytest
 
 from mergepipe_pipeline.contents.places import Places, place_of
 from mergepipe_pipeline.contents.tensor_digests import verify_place
+from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.facts import expert_stats
 from mergepipe_pipeline.resolution.recipe_text import parse
-from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.storage import atomic
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.verbs.analyze import analyze
 from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.reads import of, tensor_reads
+from tests.support.reads import of, tensor_reads
 
 OTHER = "not those that were analysed"
 

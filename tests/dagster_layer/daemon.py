@@ -30,7 +30,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 REPOSITORY = Path(__file__).parents[2]
 #: Makes daemons quick; Dagster's own pace is 5 s.
-QUICK = REPOSITORY / "tests" / "quick_daemon"
+QUICK = REPOSITORY / "tests" / "support" / "quick_daemon"
 ACTIVE = (Status.QUEUED, Status.NOT_STARTED, Status.STARTING, Status.STARTED, Status.CANCELING)
 _STEP_START = dg.DagsterEventType.STEP_START
 _LAUNCHED = dg.DagsterEventType.PIPELINE_STARTING

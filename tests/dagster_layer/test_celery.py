@@ -8,8 +8,8 @@ import dagster as dg
 import pytest
 
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.celery_cluster import celery_cluster, lacking
-from tests.soak.cluster import execute, small_warehouse
+from tests.lab.soak.cluster import execute, small_warehouse
+from tests.support.celery_cluster import celery_cluster, lacking
 
 pytestmark = [
     pytest.mark.skipif(lacking() is not None, reason=str(lacking())),

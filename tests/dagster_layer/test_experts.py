@@ -22,7 +22,7 @@ from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.conftest import Drop
 from tests.execution.test_run import tensors
-from tests.family import tensors_of
+from tests.support.family import tensors_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 

@@ -13,7 +13,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 from tests.contents.test_input_segments import flip
 from tests.dagster_layer.conftest import Drop
 from tests.dagster_layer.test_experts import jobs, sum_of
-from tests.family import Size, tensors_of, write_model
+from tests.support.family import Size, tensors_of, write_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 MERGE, LAYERS = dg.AssetKey(["a", "merge"]), dg.AssetKey(["a", "layers"])

@@ -34,7 +34,7 @@ from tests.dagster_layer.guests import ours_of
 from tests.dagster_layer.test_attempts import Sensor
 from tests.dagster_layer.test_experts import write_lora
 from tests.dagster_layer.test_outages import failure_of
-from tests.family import make_family
+from tests.support.family import make_family
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 

@@ -19,11 +19,11 @@ from mergepipe_pipeline.definitions import build_definitions
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.verbs.publish import history
 from mergepipe_pipeline.warehouse import Warehouse
-from tests import architectures
 from tests.dagster_layer.conftest import Drop, records_of
 from tests.dagster_layer.test_experts import jobs, merged, remerged, sum_of
-from tests.family import tensors_of, write_model
 from tests.resolution.test_token_rows import write as write_with_tokenizer
+from tests.support import architectures
+from tests.support.family import tensors_of, write_model
 from tests.tokenizer.test_mergekit import word_family
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")

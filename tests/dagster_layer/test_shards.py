@@ -16,13 +16,13 @@ from mergepipe_pipeline.assets.experts import build_burst
 from mergepipe_pipeline.cluster.executors import build_executor
 from mergepipe_pipeline.definitions import build_definitions
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
+from mergepipe_pipeline.domain.outcome import LayerOutcome
+from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import BusyError, MergePipeError
 from mergepipe_pipeline.execution.plan_leases import lease_layers
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.settings import EXECUTOR
-from mergepipe_pipeline.spec.outcome import LayerOutcome
-from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.verbs.deploy import (
     current_snapshot,
     merge_recipe,

@@ -31,8 +31,8 @@ from mergepipe_pipeline.verbs import index
 from mergepipe_pipeline.verbs.index import IndexedExpert, index_arrival, index_expert
 from mergepipe_pipeline.verbs.land import land
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.family import tensors_of, write_model
 from tests.hostile.corpus import write_full
+from tests.support.family import tensors_of, write_model
 
 #: Quiet for 1 s, doubt for 60 s, and a second try at once.
 PATIENT, HASTY = Patience(1.0, 0.0), Patience(0.0, 0.0)

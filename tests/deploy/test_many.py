@@ -19,7 +19,7 @@ from mergepipe_pipeline.verbs import deploy
 from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.listed import folders_listed
+from tests.support.listed import folders_listed
 
 NAMES = ("base", "expert_00", "expert_01")
 RECIPE = (

@@ -10,12 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from mergepipe_pipeline.digest import frame_checksum, segment_digests
-from mergepipe_pipeline.dtypes import itemsize
-from mergepipe_pipeline.packs.codec import BITS_OF, encode_chunk, unit_of
-from mergepipe_pipeline.packs.index import frames_path, pack_id_of, write_index
-from mergepipe_pipeline.spec.blocks import Range, coalesce
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.spec.pack import (
+from mergepipe_pipeline.domain.blocks import Range, coalesce
+from mergepipe_pipeline.domain.checkpoint import Checkpoint
+from mergepipe_pipeline.domain.pack import (
     CHUNK_ELEMS,
     TIERS,
     TIERS_OF,
@@ -25,12 +22,15 @@ from mergepipe_pipeline.spec.pack import (
     PackedTensor,
     PackSource,
 )
-from mergepipe_pipeline.spec.plan import BaseInput, ExpertInput, MergePlan, TensorTask
-from mergepipe_pipeline.spec.recipe import Params
-from mergepipe_pipeline.spec.segments import Segments
-from mergepipe_pipeline.spec.view import Part, TensorView, view_of
+from mergepipe_pipeline.domain.plan import BaseInput, ExpertInput, MergePlan, TensorTask
+from mergepipe_pipeline.domain.recipe import Params
+from mergepipe_pipeline.domain.segments import Segments
+from mergepipe_pipeline.domain.view import Part, TensorView, view_of
+from mergepipe_pipeline.dtypes import itemsize
+from mergepipe_pipeline.packs.codec import BITS_OF, encode_chunk, unit_of
+from mergepipe_pipeline.packs.index import frames_path, pack_id_of, write_index
 from tests.engine.plans import SEED, plan_of
-from tests.stored import Floats, Stored, content_of, decode, write
+from tests.support.stored import Floats, Stored, content_of, decode, write
 
 #: Three chunks, the last of them short.
 SHAPE = (1403, 100)

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 from safetensors import safe_open
 
-from mergepipe_pipeline.spec.blocks import Range
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.spec.plan import (
+from mergepipe_pipeline.domain.blocks import Range
+from mergepipe_pipeline.domain.checkpoint import Checkpoint
+from mergepipe_pipeline.domain.plan import (
     BaseInput,
     Estimates,
     ExpertInput,
@@ -20,11 +20,11 @@ from mergepipe_pipeline.spec.plan import (
     Source,
     TensorTask,
 )
-from mergepipe_pipeline.spec.recipe import Params
-from mergepipe_pipeline.spec.view import TensorView, moved
-from tests.kinds import Kinds
-from tests.oracles import Case
-from tests.stored import Floats
+from mergepipe_pipeline.domain.recipe import Params
+from mergepipe_pipeline.domain.view import TensorView, moved
+from tests.support.kinds import Kinds
+from tests.support.oracles import Case
+from tests.support.stored import Floats
 
 Reads = Sequence[tuple[Range, ...] | None]
 SEED = 3

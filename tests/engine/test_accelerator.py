@@ -15,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.arrays import U8Array
+from mergepipe_pipeline.domain.plan import MergePlan, TrimRule
+from mergepipe_pipeline.domain.recipe import Params
 from mergepipe_pipeline.engine import accelerator
 from mergepipe_pipeline.engine.accelerator import DeviceBufferPool, cast, device_of, stays_on_cpu
 from mergepipe_pipeline.engine.execute import LayerRunner
@@ -23,10 +25,8 @@ from mergepipe_pipeline.engine.window import to_bytes
 from mergepipe_pipeline.errors import CheckpointChangedError, DeviceError
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.operators.steps import sparsify
-from mergepipe_pipeline.spec.plan import MergePlan, TrimRule
-from mergepipe_pipeline.spec.recipe import Params
 from tests.engine.plans import merged
-from tests.kinds import Kinds, make_kinds
+from tests.support.kinds import Kinds, make_kinds
 
 COLS = 100
 HAS_CUDA = torch.cuda.is_available()

@@ -13,23 +13,23 @@ import numpy as np
 import pytest
 import torch
 
-from mergepipe_pipeline.engine.execute import LayerResult, LayerRunner
-from mergepipe_pipeline.engine.options import EngineOptions
-from mergepipe_pipeline.engine.window import to_bytes
-from mergepipe_pipeline.errors import CheckpointChangedError, CorruptionError
-from mergepipe_pipeline.spec.plan import (
+from mergepipe_pipeline.domain.plan import (
     BaseInput,
     ExpertInput,
     MergePlan,
     TensorTask,
     TrimRule,
 )
-from mergepipe_pipeline.spec.recipe import Params
-from mergepipe_pipeline.spec.view import TensorView, moved
-from tests import oracles
+from mergepipe_pipeline.domain.recipe import Params
+from mergepipe_pipeline.domain.view import TensorView, moved
+from mergepipe_pipeline.engine.execute import LayerResult, LayerRunner
+from mergepipe_pipeline.engine.options import EngineOptions
+from mergepipe_pipeline.engine.window import to_bytes
+from mergepipe_pipeline.errors import CheckpointChangedError, CorruptionError
 from tests.engine.plans import case_of, copied, merged, plan_of, values_in
-from tests.kinds import KINDS, Kinds, make_kinds
-from tests.stored import encode, low_rank_of, model_of, write
+from tests.support import oracles
+from tests.support.kinds import KINDS, Kinds, make_kinds
+from tests.support.stored import encode, low_rank_of, model_of, write
 
 COLS = 100
 ALL = EngineOptions(threads=2)

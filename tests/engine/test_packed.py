@@ -13,6 +13,10 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TIERS, Level, PackedTensor, Tier
+from mergepipe_pipeline.domain.plan import ExpertInput, MergePlan, TrimRule
+from mergepipe_pipeline.domain.recipe import Params
+from mergepipe_pipeline.domain.segments import KnownSegments
 from mergepipe_pipeline.engine.execute import LayerResult, LayerRunner
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.engine.window import to_bytes
@@ -21,10 +25,6 @@ from mergepipe_pipeline.operators import OPERATORS, Window
 from mergepipe_pipeline.packs import together
 from mergepipe_pipeline.packs.frame_files import Attempt, read_at_once
 from mergepipe_pipeline.packs.index import frames_path
-from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, Level, PackedTensor, Tier
-from mergepipe_pipeline.spec.plan import ExpertInput, MergePlan, TrimRule
-from mergepipe_pipeline.spec.recipe import Params
-from mergepipe_pipeline.spec.segments import KnownSegments
 from mergepipe_pipeline.storage.page_buffer import PageBuffer
 from tests.engine.packed import (
     NUMEL,
@@ -37,7 +37,7 @@ from tests.engine.packed import (
 )
 from tests.engine.test_accelerator import MERGES, WEIGHTED, on
 from tests.packs.approximate import quantised_at
-from tests.stored import content_of
+from tests.support.stored import content_of
 
 C = CHUNK_ELEMS
 TWO = EngineOptions(threads=2)

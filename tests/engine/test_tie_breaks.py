@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 
 from mergepipe_pipeline.arrays import U8Array
+from mergepipe_pipeline.domain.blocks import Range
+from mergepipe_pipeline.domain.plan import MergePlan, TrimRule
 from mergepipe_pipeline.engine.buffers import BufferPool
 from mergepipe_pipeline.engine.execute import LayerRunner
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.engine.window import Window
-from mergepipe_pipeline.spec.blocks import Range
-from mergepipe_pipeline.spec.plan import MergePlan, TrimRule
 from tests.engine.plans import merged
-from tests.kinds import KINDS, Kinds, make_kinds
-from tests.stored import Floats
+from tests.support.kinds import KINDS, Kinds, make_kinds
+from tests.support.stored import Floats
 
 BLOCK = 4096
 OWN = (("weight", 1.0), ("density", 0.5), ("gamma", 0.1))

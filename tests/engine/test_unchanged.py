@@ -13,21 +13,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.domain.blocks import Range
+from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.plan import ExpertInput, MergePlan, TensorTask
+from mergepipe_pipeline.domain.recipe import Params
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.engine import sources
 from mergepipe_pipeline.engine.execute import LayerResult, LayerRunner
 from mergepipe_pipeline.engine.jobs import Job
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import BudgetError, CheckpointChangedError, StorageFullError
-from mergepipe_pipeline.spec.blocks import Range
-from mergepipe_pipeline.spec.model import Model
-from mergepipe_pipeline.spec.plan import ExpertInput, MergePlan, TensorTask
-from mergepipe_pipeline.spec.recipe import Params
-from tests import oracles
 from tests.engine.plans import SEED, case_of, copied, merged, plan_of, values_in
-from tests.kinds import make_kinds
-from tests.reads import tensor_reads
-from tests.stored import encode, model_of, write
+from tests.support import oracles
+from tests.support.kinds import make_kinds
+from tests.support.reads import tensor_reads
+from tests.support.stored import encode, model_of, write
 
 FLOATS = ("BF16", "F16", "F32", "F8_E4M3", "F8_E5M2")
 

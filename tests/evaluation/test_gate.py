@@ -13,9 +13,9 @@ from click.testing import CliRunner
 from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.digest import unseal
+from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import EvaluationError, GateError, MergePipeError
-from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.verbs.deploy import (
     CURRENT,
     Due,

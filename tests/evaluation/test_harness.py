@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from mergepipe_pipeline.domain.evaluation import Evaluator, LmEval
 from mergepipe_pipeline.errors import EvaluationError, GateError
 from mergepipe_pipeline.evaluation.harness import metrics
 from mergepipe_pipeline.evaluation.identity import evaluator_id
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
-from mergepipe_pipeline.spec.evaluation import Evaluator, LmEval
 from mergepipe_pipeline.verbs.check import check
 from mergepipe_pipeline.verbs.merge import merge
 from mergepipe_pipeline.warehouse import Warehouse

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.domain.evaluation import Evaluation, Gate, Metrics, Threshold
 from mergepipe_pipeline.errors import EvaluationError
 from mergepipe_pipeline.evaluation.judge import is_met, judge
-from mergepipe_pipeline.spec.evaluation import Evaluation, Gate, Metrics, Threshold
 
 DECIMALS = st.decimals(-1000, 1000, places=4, allow_nan=False)
 ALLOWED = st.decimals(0, 10, places=4, allow_nan=False)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from mergepipe_pipeline.domain.evaluation import Evaluator, Perplexity
 from mergepipe_pipeline.evaluation import perplexity
 from mergepipe_pipeline.evaluation.identity import command_of
-from mergepipe_pipeline.spec.evaluation import Evaluator, Perplexity
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from mergepipe_pipeline.domain.plan import ExpertInput, MergePlan, TrimRule
 from mergepipe_pipeline.errors import DamagedLayerError
 from mergepipe_pipeline.execution.assemble import commit
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.resolution.recipe_text import parse
-from mergepipe_pipeline.spec.plan import ExpertInput, MergePlan, TrimRule
 from mergepipe_pipeline.verbs.verify import verify
 from mergepipe_pipeline.warehouse import Warehouse
 

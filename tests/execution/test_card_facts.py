@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mergepipe_pipeline.spec.snapshot import Snapshot
+from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.verbs.merge import merge
 from mergepipe_pipeline.verbs.verify import verify
 from mergepipe_pipeline.warehouse import Warehouse

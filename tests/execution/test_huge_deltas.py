@@ -13,7 +13,7 @@ from mergepipe_pipeline.verbs.merge import merge
 from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.stored import encode, write
+from tests.support.stored import encode, write
 
 _SHAPE = (300, 500)
 

@@ -16,11 +16,11 @@ from mergepipe_pipeline.errors import OperatorError
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.operators.steps.random import uniforms
 from mergepipe_pipeline.warehouse import Warehouse
-from tests import oracles
 from tests.execution.test_run import run, tensors
-from tests.family import Size, tensors_of, write_model
-from tests.oracles import ORACLES, Bools, Case, Floats
-from tests.oracles_spherical import ORACLES_SPHERICAL
+from tests.support import oracles
+from tests.support.family import Size, tensors_of, write_model
+from tests.support.oracles import ORACLES, Bools, Case, Floats
+from tests.support.oracles_spherical import ORACLES_SPHERICAL
 
 #: Matrices of the MLP have four blocks of the smallest size.
 SIZES: Size = {"layers": 1, "hidden": 64, "vocab": 192}

@@ -9,13 +9,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.digest import canonical_json, seal_line
+from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.execution.plan_store import load_plan
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.report.query import query
 from mergepipe_pipeline.report.stories import explain_expert
 from mergepipe_pipeline.resolution.recipe_text import parse
-from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.catalog.flips import flipped
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
+from mergepipe_pipeline.domain.snapshot import ShardEntry, Snapshot
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.snapshots import checks
 from mergepipe_pipeline.snapshots.checks import verify_snapshot
-from mergepipe_pipeline.spec.snapshot import ShardEntry, Snapshot
 from mergepipe_pipeline.verbs import deploy
 from mergepipe_pipeline.verbs.audit import audit_recipe
 from mergepipe_pipeline.verbs.index import index_arrival

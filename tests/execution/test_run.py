@@ -23,7 +23,7 @@ from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.storage import read_batch
 from mergepipe_pipeline.storage.compiled_reads import COPY, run_all
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.oracles import ORACLES, Case
+from tests.support.oracles import ORACLES, Case
 
 pytestmark = pytest.mark.usefixtures("baselines")
 

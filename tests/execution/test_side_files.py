@@ -16,7 +16,7 @@ from mergepipe_pipeline.verbs.land import land
 from mergepipe_pipeline.verbs.verify import verify
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.execution.test_run import run
-from tests.family import make_family
+from tests.support.family import make_family
 
 NESTED = {"1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"}
 BESIDE = {"modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"}

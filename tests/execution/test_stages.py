@@ -205,7 +205,7 @@ def test_a_stage_without_a_name_or_used_before_it_is_made_is_refused(family: Pat
 def test_a_shape_that_does_not_fit_a_stages_result_is_told_before_it_is_made(
     home: Warehouse, family: Path, tmp_path: Path
 ) -> None:
-    from tests.family import Size, tensors_of, write_model
+    from tests.support.family import Size, tensors_of, write_model
 
     sizes: Size = {"layers": 2, "hidden": 32, "vocab": 512}
     narrow = write_model(tmp_path / "narrow", tensors_of(0, None, **sizes), **sizes)
@@ -240,7 +240,7 @@ slices:
 
 def first_stages(family: Path, tmp_path: Path) -> dict[str, str]:
     """First stages that change a config, each called `skills`."""
-    from tests.family import tensors_of, write_model
+    from tests.support.family import tensors_of, write_model
 
     wider = tensors_of(0, 5, vocab=520)
     wider["lm_head.weight"] = wider["model.embed_tokens.weight"] * 2

@@ -17,7 +17,7 @@ from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.storage.uncached import cached_of_file, read_uncached
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.storage.files import drop
-from tests.stored import encode, write
+from tests.support.stored import encode, write
 
 pytestmark = pytest.mark.usefixtures("durable_writes")
 

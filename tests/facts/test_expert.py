@@ -17,7 +17,7 @@ from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.verbs.analyze import analyze
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.reads import tensor_reads
+from tests.support.reads import tensor_reads
 
 
 def test_scales_are_found_again_until_the_engine_draws_other_numbers(

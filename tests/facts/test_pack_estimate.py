@@ -7,9 +7,9 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from mergepipe_pipeline.cli.main import main
+from mergepipe_pipeline.domain.pack import Tier
 from mergepipe_pipeline.facts.pack_estimate import PackEstimate, estimate_pack
 from mergepipe_pipeline.resolution.open_models import open_pair
-from mergepipe_pipeline.spec.pack import Tier
 from mergepipe_pipeline.verbs.analyze import analyze
 from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.verbs.register import register

@@ -16,20 +16,20 @@ import torch
 
 from mergepipe_pipeline.analysis import statistics
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
+from mergepipe_pipeline.domain.blocks import BlockGrid
+from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.stats import TensorStats
+from mergepipe_pipeline.domain.view import Run
 from mergepipe_pipeline.facts.expert_stats import ensure_stats
 from mergepipe_pipeline.resolution.open_models import open_pair
-from mergepipe_pipeline.spec.blocks import BlockGrid
-from mergepipe_pipeline.spec.model import Model
-from mergepipe_pipeline.spec.stats import TensorStats
-from mergepipe_pipeline.spec.view import Run
 from mergepipe_pipeline.verbs.analyze import analyze
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.analysis.pairs import analyze_one, figures, pairs_of
-from tests.family import layout, tensors_of, write_model
-from tests.kinds import make_kinds
-from tests.reads import of, tensor_reads
-from tests.stored import Stored, encode, low_rank_of, model_of, write
+from tests.support.family import layout, tensors_of, write_model
+from tests.support.kinds import make_kinds
+from tests.support.reads import of, tensor_reads
+from tests.support.stored import Stored, encode, low_rank_of, model_of, write
 
 GRID = BlockGrid(4096)
 

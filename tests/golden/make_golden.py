@@ -1,8 +1,8 @@
 """Records what mergekit 0.1.5 makes of the test family, as `mergekit.safetensors` beside this file.
 
 Run with the peer installed (`pip install -e .[peer]`): `python -m tests.golden.make_golden`. The
-family comes from `tests.family` (NumPy randomness, so it does not drift); its digest is stored in
-the metadata.
+family comes from `tests.support.family` (NumPy randomness, so it does not drift); its digest is
+stored in the metadata.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from tests.family import make_family
 from tests.parity.peer import run_mergekit
+from tests.support.family import make_family
 
 GOLDEN = Path(__file__).parent / "mergekit.safetensors"
 EXPERTS = 3

@@ -25,7 +25,7 @@ from mergepipe_pipeline.deploy.recipe_files import recipe_files
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.verbs import deploy
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.family import Size, tensors_of, write_adapter, write_model
+from tests.support.family import Size, tensors_of, write_adapter, write_model
 
 #: Where every golden warehouse was made. The records in it name this place, which is gone.
 PLACE = Path("/tmp/mergepipe-golden")

@@ -18,8 +18,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.family import Size, tensors_of, write_adapter, write_model
 from tests.golden.make_warehouse import call
+from tests.support.family import Size, tensors_of, write_adapter, write_model
 
 _RECORDED = Path(__file__).parent / "ids.json"
 _SIZES: Size = {"layers": 2, "hidden": 16, "vocab": 64}

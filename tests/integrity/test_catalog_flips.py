@@ -15,12 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.catalog.arrow_tables import encode_digests
+from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import parse
-from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.verbs.analyze import analyze
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.catalog.flips import flipped

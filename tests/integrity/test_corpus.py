@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.execution.test_run import run, tensors
-from tests.family import tensors_of, write_adapter, write_model
 from tests.recipe.synthetic import layers_of
+from tests.support.family import tensors_of, write_adapter, write_model
 
 VALID = sorted((Path(__file__).parent.parent / "recipes" / "valid").glob("*.yml"))
 HIDDEN, VOCAB = 32, 64

@@ -30,7 +30,7 @@ from mergepipe_pipeline.verbs.verify import verify
 from mergepipe_pipeline.verbs.verify_all import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.execution.test_run import run
-from tests.listed import folders_listed
+from tests.support.listed import folders_listed
 
 DERIVABLE = {
     "record": "catalog/checkpoints/v*/*.parquet",

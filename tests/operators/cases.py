@@ -17,16 +17,16 @@ import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.domain.checkpoint import TensorEntry
+from mergepipe_pipeline.domain.operator import OperatorSchema, Parameter
+from mergepipe_pipeline.domain.plan import BaseInput, ExpertInput, TensorTask, TrimRule
+from mergepipe_pipeline.domain.view import view_of
 from mergepipe_pipeline.errors import OperatorError
 from mergepipe_pipeline.operators import Operator, Window
 from mergepipe_pipeline.operators.steps.random import uniforms
 from mergepipe_pipeline.operators.steps.tensor_measures import Measure, Quantiles, Sums
-from mergepipe_pipeline.spec.checkpoint import TensorEntry
-from mergepipe_pipeline.spec.operator import OperatorSchema, Parameter
-from mergepipe_pipeline.spec.plan import BaseInput, ExpertInput, TensorTask, TrimRule
-from mergepipe_pipeline.spec.view import view_of
-from tests import oracles
-from tests.oracles import Bools, Case, Floats, Value
+from tests.support import oracles
+from tests.support.oracles import Bools, Case, Floats, Value
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 SEED = 11

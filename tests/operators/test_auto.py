@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from mergepipe_pipeline.domain.operator import Choosing
+from mergepipe_pipeline.domain.plan import ExpertInput, TensorTask
+from mergepipe_pipeline.domain.recipe import Params
+from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.errors import OperatorError
 from mergepipe_pipeline.operators import OPERATORS, Window
-from mergepipe_pipeline.spec.operator import Choosing
-from mergepipe_pipeline.spec.plan import ExpertInput, TensorTask
-from mergepipe_pipeline.spec.recipe import Params
-from mergepipe_pipeline.spec.view import TensorView
 
 AUTO = OPERATORS["auto"]
 N = 4096

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from mergepipe_pipeline.errors import OperatorError
 from mergepipe_pipeline.operators import OPERATORS, Operator, Window
-from tests import oracles, oracles_spherical
 from tests.operators.cases import (
     assert_same_bits,
     big_job,
@@ -25,7 +24,8 @@ from tests.operators.cases import (
     merge,
     windows_of,
 )
-from tests.oracles import ORACLES, Bools, Case
+from tests.support import oracles, oracles_spherical
+from tests.support.oracles import ORACLES, Bools, Case
 
 EPS = float(np.finfo(np.float32).eps)
 law = settings(max_examples=30, deadline=None)

@@ -12,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.domain.plan import ExpertInput, TensorTask, TrimRule
+from mergepipe_pipeline.domain.stats import narrowed
+from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.operators import OPERATORS, Window
 from mergepipe_pipeline.operators.kernels.bits import narrow
 from mergepipe_pipeline.operators.kernels.merge_tiles import ABSENT, STORED, TILE_ELEMS
 from mergepipe_pipeline.operators.steps.fused_kernel import FusedKernel, tiles_of
-from mergepipe_pipeline.spec.plan import ExpertInput, TensorTask, TrimRule
-from mergepipe_pipeline.spec.stats import narrowed
-from mergepipe_pipeline.spec.view import TensorView
 
 FUSED = sorted(name for name, o in OPERATORS.items() if o.fused)
 #: Numbers whose handling differs between careless kernels.

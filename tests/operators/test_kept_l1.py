@@ -14,7 +14,7 @@ from mergepipe_pipeline.operators.kernels.kept_l1 import (
     kept_l1_bfloat16,
 )
 from mergepipe_pipeline.operators.kernels.uniforms import fill_uniforms
-from tests.stored import Floats
+from tests.support.stored import Floats
 
 KEY, START_ELEM = np.uint64(77), 3 * CHUNK_ELEMS
 #: Among them sums that overflow in bfloat16, and subnormal numbers.

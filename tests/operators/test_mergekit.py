@@ -16,7 +16,7 @@ import torch
 
 from mergepipe_pipeline.operators import OPERATORS
 from tests.operators.cases import Job, make_job, merge
-from tests.oracles import Case, Floats, Value
+from tests.support.oracles import Case, Floats, Value
 
 pytestmark = [
     pytest.mark.peer,

@@ -12,7 +12,7 @@ from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.operators.steps.sparsify import band_counts, trim_count
 from mergepipe_pipeline.operators.steps.tensor_measures import Quantiles
 from tests.operators.cases import assert_same_bits, job_for, make_job, merge
-from tests.oracles import Case
+from tests.support.oracles import Case
 
 TIES = OPERATORS["ties"]
 

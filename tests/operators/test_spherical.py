@@ -16,15 +16,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.domain.checkpoint import TensorEntry
+from mergepipe_pipeline.domain.plan import BaseInput, ExpertInput, TensorTask
+from mergepipe_pipeline.domain.view import view_of
 from mergepipe_pipeline.errors import OperatorError
 from mergepipe_pipeline.operators import OPERATORS, Window
 from mergepipe_pipeline.operators.steps.tensor_measures import Sums
-from mergepipe_pipeline.spec.checkpoint import TensorEntry
-from mergepipe_pipeline.spec.plan import BaseInput, ExpertInput, TensorTask
-from mergepipe_pipeline.spec.view import view_of
 from tests.operators.cases import assert_same_bits
-from tests.oracles import Case, Floats
-from tests.oracles_spherical import ORACLES_SPHERICAL, model_stock, nuslerp
+from tests.support.oracles import Case, Floats
+from tests.support.oracles_spherical import ORACLES_SPHERICAL, model_stock, nuslerp
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 law = settings(max_examples=40, deadline=None)

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from mergepipe_pipeline.arrays import F32Array
+from mergepipe_pipeline.domain.pack import TIERS, Level
 from mergepipe_pipeline.operators.kernels.bits import times
 from mergepipe_pipeline.packs.codec import decode_numbers
 from mergepipe_pipeline.packs.frames import Frames
 from mergepipe_pipeline.packs.quantise import quantised
 from mergepipe_pipeline.packs.ternary import step_of
-from mergepipe_pipeline.spec.pack import TIERS, Level
 
 
 def decode_approximate(frames: Sequence[memoryview | None], unit: float, out: F32Array) -> None:

@@ -11,7 +11,7 @@ from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.verbs.replace import move_to_cold
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.stored import Stored, encode, write
+from tests.support.stored import Stored, encode, write
 
 #: Elements of three chunks.
 _SHAPE = (300, 500)

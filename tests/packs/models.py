@@ -9,7 +9,7 @@ import numpy as np
 
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.stored import Stored, encode, write
+from tests.support.stored import Stored, encode, write
 
 #: Elements of tensors of two chunks and a bit, as BF16, F16 and F32.
 ROWS, COLS = 300, 500

@@ -31,9 +31,9 @@ from mergepipe_pipeline.verbs.replace import move_to_cold, unpack
 from mergepipe_pipeline.verbs.replay import replay
 from mergepipe_pipeline.verbs.verify_all import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.family import tensors_of, write_model
 from tests.packs.families import packed_family, write_family
 from tests.packs.test_upkeep import flip
+from tests.support.family import tensors_of, write_model
 
 METHODS = {
     "ties": "{density: 0.5, weight: 0.5}",

@@ -9,18 +9,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.resolution.resolve import resolve
-from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.verbs.merge import merge
 from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.verbs.pack_estimates import estimates_of_recipe
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.verbs.replay import replay
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.architectures import HIDDEN, INNER, MOE_EXPERTS, make
-from tests.family import tensors_of, write_adapter, write_model
+from tests.support.architectures import HIDDEN, INNER, MOE_EXPERTS, make
+from tests.support.family import tensors_of, write_adapter, write_model
 
 #: What `write_adapter` changes.
 CHANGED = "model.layers.0.self_attn.q_proj.weight"

@@ -13,6 +13,7 @@ import zstandard
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, NOT_READ, TIERS, TIERS_OF, Level, Tier
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.codec import (
     APPROXIMATE,
@@ -27,7 +28,6 @@ from mergepipe_pipeline.packs.codec import (
 from mergepipe_pipeline.packs.frames import Frames, to_frame
 from mergepipe_pipeline.packs.quantise import quantised
 from mergepipe_pipeline.packs.sections import contents_of, sections_of
-from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, NOT_READ, TIERS, TIERS_OF, Level, Tier
 from tests.packs.approximate import decode_approximate, quantised_at
 
 Bits = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]

@@ -21,7 +21,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 from tests.packs.models import base_tensors, warehouse_of
 from tests.packs.test_replace import files_in
 from tests.packs.test_upkeep import flip
-from tests.stored import write
+from tests.support.stored import write
 
 
 def across_file_systems(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from mergepipe_pipeline.verbs.replace import unpack
 from mergepipe_pipeline.verbs.verify_all import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.packs.families import packed_family, write_family
-from tests.told import Told
+from tests.support.told import Told
 
 RECIPE = """
 merge_method: task_arithmetic

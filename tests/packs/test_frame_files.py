@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.domain.pack import TIERS, PackedTensor
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.index import frames_path
 from mergepipe_pipeline.packs.store import Pack
-from mergepipe_pipeline.spec.pack import TIERS, PackedTensor
 from mergepipe_pipeline.storage import source
 from mergepipe_pipeline.storage.page_buffer import PageBuffer
 from mergepipe_pipeline.storage.source import Reading

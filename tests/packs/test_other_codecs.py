@@ -16,6 +16,7 @@ from mergepipe_pipeline.catalog.seals import find_sealed, read_sealed, write_sea
 from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.contents.damaged_packs import refuse_damaged
 from mergepipe_pipeline.digest import digest_json
+from mergepipe_pipeline.domain.pack import CODEC_VERSION
 from mergepipe_pipeline.errors import DamagedPackError, PackVersionError
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_layers
@@ -23,7 +24,6 @@ from mergepipe_pipeline.packs.index import INDEX, read_contents
 from mergepipe_pipeline.packs.replaced import put_record
 from mergepipe_pipeline.recipe.parsed import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import parse
-from mergepipe_pipeline.spec.pack import CODEC_VERSION
 from mergepipe_pipeline.verbs.gc import collect
 from mergepipe_pipeline.verbs.ls import ls
 from mergepipe_pipeline.verbs.merge import merge
@@ -32,7 +32,7 @@ from mergepipe_pipeline.verbs.replace import move_to_cold, unpack
 from mergepipe_pipeline.verbs.verify_all import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.packs.families import packed_family, write_family
-from tests.told import Told
+from tests.support.told import Told
 
 RECIPE = """
 merge_method: task_arithmetic

@@ -15,7 +15,7 @@ from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.verbs.replace import move_to_cold, unpack
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.family import tensors_of, write_model
+from tests.support.family import tensors_of, write_model
 
 RECIPE = """
 merge_method: ties

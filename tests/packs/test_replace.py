@@ -31,7 +31,7 @@ from mergepipe_pipeline.verbs.replace import move_to_cold, unpack
 from mergepipe_pipeline.verbs.verify_all import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.packs.models import base_tensors, expert_tensors, warehouse_of
-from tests.stored import write
+from tests.support.stored import write
 
 
 def files_in(folder: Path) -> dict[str, tuple[bytes, int]]:

@@ -13,11 +13,11 @@ import pytest
 
 from mergepipe_pipeline.catalog.arrow_tables import decode, encode
 from mergepipe_pipeline.catalog.seals import place_of, read_sealed, seal_of, write_sealed
+from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TIERS, PackedTensor, TensorContent, Tier
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.index import INDEX, frames_path, pack_id_of, write_index
 from mergepipe_pipeline.packs.store import TIER_SETS, PackStore
 from mergepipe_pipeline.packs.sums import SUMMED_CHUNKS, SUMMED_ELEMS
-from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, PackedTensor, TensorContent, Tier
 from mergepipe_pipeline.storage.atomic import publish_dir
 
 HOWS = ("flip", "cut", "gone")

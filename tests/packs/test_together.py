@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TIERS, Level
 from mergepipe_pipeline.engine.access_sets import packed_access_sets
 from mergepipe_pipeline.errors import CorruptionError, DamagedPackError
 from mergepipe_pipeline.packs import frame_files
@@ -23,7 +24,6 @@ from mergepipe_pipeline.packs.index import frames_path
 from mergepipe_pipeline.packs.reader import PackReader
 from mergepipe_pipeline.packs.runs import read_runs
 from mergepipe_pipeline.packs.together import PackedInputs, Placed, decode_together
-from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, Level
 from mergepipe_pipeline.storage.handles import Handles
 from mergepipe_pipeline.storage.page_buffer import PageBuffer
 from mergepipe_pipeline.storage.reader import Tally

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.resolution.recipe_text import parse
-from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.verbs.merge import merge
 from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.family import tensors_of, write_model
+from tests.support.family import tensors_of, write_model
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from mergepipe_pipeline.verbs.replace import move_to_cold
 from mergepipe_pipeline.verbs.verify_all import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.packs.models import base_tensors, expert_tensors, warehouse_of
-from tests.stored import write
+from tests.support.stored import write
 
 
 def flip(path: Path, at: int = -1) -> None:

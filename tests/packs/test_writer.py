@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 
 from mergepipe_pipeline.concurrency import threads
+from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TIERS
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.packs.codec import BITS_OF, decode_bits
 from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.index import frames_path
-from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS
 from mergepipe_pipeline.verbs.gc import collect
 from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.verbs.verify_all import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.packs.approximate import decode_approximate, quantised_at
 from tests.packs.models import base_tensors, expert_tensors, warehouse_of
-from tests.stored import decode, write
+from tests.support.stored import decode, write
 
 
 def decoded(warehouse: Warehouse, pack_id: str) -> dict[str, bytes]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from tests.architectures import Tensors
 from tests.parity.peer import Planned
 from tests.parity.recipes import Doubt
+from tests.support.architectures import Tensors
 
 #: Rounding of float32 arithmetic, relative to the largest value of the inputs: where terms cancel,
 #: the result is smaller than what was rounded on the way, and its last place is no measure.

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.architectures import make
+from tests.support.architectures import make
 
 #: Makes (or finds) the family of an architecture: `family_of(arch, stored, unchanged)`.
 FamilyOf = Callable[..., Path]

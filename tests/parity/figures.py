@@ -19,10 +19,10 @@ from unittest import mock
 import torch
 
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.architectures import Tensors
 from tests.execution.test_run import run
-from tests.family import Size, tensors_of, write_model
 from tests.parity.peer import read_model, run_mergekit
+from tests.support.architectures import Tensors
+from tests.support.family import Size, tensors_of, write_model
 
 _SIZES: Size = {"layers": 6, "hidden": 512, "vocab": 8192}
 #: Method to parameters of every model, and of the recipe.

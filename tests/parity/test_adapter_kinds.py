@@ -18,7 +18,6 @@ from mergepipe_pipeline.errors import IncompatibleCheckpointsError
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.resolution.resolve import resolve
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.architectures import fused
 from tests.execution.test_run import run
 from tests.parity.peer import read_model, run_mergekit
 from tests.parity.test_tied_adapters import (
@@ -31,6 +30,7 @@ from tests.parity.test_tied_adapters import (
     unloaded,
 )
 from tests.resolution.test_adapters import save
+from tests.support.architectures import fused
 
 pytest.importorskip("peft")
 pytestmark = [pytest.mark.peer, pytest.mark.usefixtures("mergekit_is_here")]

@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from mergepipe_pipeline.errors import MergePipeError, RecipeError
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.architectures import LAYERS, write_model
 from tests.execution.test_run import run
 from tests.parity.conftest import FamilyOf
 from tests.parity.peer import read_model, run_mergekit
 from tests.parity.recipes import BARE, ON_BASE, SUFFIX, fill
 from tests.parity.refusals import NOT_FINITE, REFUSALS, UP_SCALE
+from tests.support.architectures import LAYERS, write_model
 
 
 @pytest.mark.peer

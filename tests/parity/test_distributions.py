@@ -15,10 +15,10 @@ import torch
 
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.architectures import Tensors, layout, write_model
 from tests.execution.test_run import run
 from tests.parity.peer import read_model, run_mergekit
 from tests.parity.recipes import fill
+from tests.support.architectures import Tensors, layout, write_model
 
 METHODS = ["dare_linear", "dare_ties", "della", "della_linear"]
 SEEDS = range(4)

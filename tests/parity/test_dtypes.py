@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.architectures import Tensors, make, write_model
 from tests.execution.test_run import run
 from tests.parity.peer import read_model, run_mergekit
 from tests.parity.recipes import BARE, ON_BASE, ONE, PAIR, TRIO, fill
+from tests.support.architectures import Tensors, make, write_model
 
 pytestmark = [pytest.mark.peer, pytest.mark.usefixtures("mergekit_is_here")]
 

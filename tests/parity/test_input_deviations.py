@@ -18,12 +18,12 @@ from safetensors.torch import load_file, save_file
 from mergepipe_pipeline.errors import CheckpointError, RecipeError
 from mergepipe_pipeline.tokenizer.builtin import BUILT_IN
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.architectures import Tensors
 from tests.execution.test_run import run
 from tests.parity.conftest import FamilyOf
 from tests.parity.peer import read_model, run_mergekit
 from tests.parity.recipes import fill
 from tests.resolution.test_vocabulary import EMBEDDING, HEAD, ROWS, recipe, write
+from tests.support.architectures import Tensors
 from tests.tokenizer.models import write_checkpoint
 from tests.tokenizer.test_mergekit import word_family
 

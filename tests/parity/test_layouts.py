@@ -15,10 +15,10 @@ from mergepipe_pipeline.errors import IncompatibleCheckpointsError
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.resolution.resolve import resolve
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.architectures import Tensors, fused
 from tests.execution.test_run import run
 from tests.parity.conftest import FamilyOf
 from tests.parity.peer import read_model, run_mergekit
+from tests.support.architectures import Tensors, fused
 
 pytestmark = [pytest.mark.peer, pytest.mark.usefixtures("mergekit_is_here")]
 

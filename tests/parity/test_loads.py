@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.architectures import ARCHITECTURES, LAYERS, VOCAB, Tensors, make, write_model
 from tests.execution.test_run import run
 from tests.parity.conftest import FamilyOf
 from tests.parity.peer import read_model, run_mergekit
 from tests.parity.recipes import RECIPES, SUFFIX, fill
 from tests.parity.refusals import UP_SCALE
+from tests.support.architectures import ARCHITECTURES, LAYERS, VOCAB, Tensors, make, write_model
 
 pytest.importorskip("transformers")
 CAUSAL = [arch for arch in ARCHITECTURES if not arch.startswith("bert")]

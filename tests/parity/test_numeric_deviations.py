@@ -15,14 +15,14 @@ import torch
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.operators.steps.sparsify import drop_by_rank_
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.architectures import Tensors, layout, write_model
 from tests.execution.test_run import run
 from tests.operators.cases import make_job, merge
-from tests.oracles import ORACLES, Case
-from tests.oracles_spherical import ORACLES_SPHERICAL
 from tests.parity.conftest import FamilyOf
 from tests.parity.peer import read_model, run_mergekit
 from tests.parity.recipes import fill
+from tests.support.architectures import Tensors, layout, write_model
+from tests.support.oracles import ORACLES, Case
+from tests.support.oracles_spherical import ORACLES_SPHERICAL
 
 pytestmark = [pytest.mark.peer, pytest.mark.usefixtures("mergekit_is_here")]
 

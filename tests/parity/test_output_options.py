@@ -20,9 +20,9 @@ from mergepipe_pipeline.verbs.export import RECIPE_FILE
 from mergepipe_pipeline.verbs.merge import merge
 from mergepipe_pipeline.verbs.replay import replay
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.architectures import Tensors
 from tests.parity.peer import read_model
 from tests.resolution.test_vocabulary import EMBEDDING, HEAD, ROWS, recipe, write
+from tests.support.architectures import Tensors
 
 pytestmark = [pytest.mark.peer, pytest.mark.usefixtures("mergekit_is_here")]
 

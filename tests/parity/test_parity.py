@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.architectures import ARCHITECTURES, fused
 from tests.execution.test_run import run
 from tests.parity.compare import assert_same, doubtful_elements
 from tests.parity.conftest import FamilyOf
 from tests.parity.peer import plan_of_mergekit, read_family, read_model, run_mergekit
 from tests.parity.recipes import RECIPES
+from tests.support.architectures import ARCHITECTURES, fused
 
 pytestmark = [pytest.mark.peer, pytest.mark.usefixtures("mergekit_is_here")]
 

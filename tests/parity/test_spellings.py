@@ -19,11 +19,11 @@ from mergepipe_pipeline.resolution.resolve import resolve
 from mergepipe_pipeline.verbs.merge import merge
 from mergepipe_pipeline.verbs.replay import replay
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.architectures import Tensors
 from tests.execution.test_run import run
 from tests.parity.conftest import FamilyOf
 from tests.parity.peer import plan_of_mergekit, read_model, run_mergekit
 from tests.parity.recipes import fill
+from tests.support.architectures import Tensors
 
 pytestmark = [pytest.mark.peer, pytest.mark.usefixtures("mergekit_is_here")]
 

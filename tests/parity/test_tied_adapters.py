@@ -20,10 +20,10 @@ from mergepipe_pipeline.errors import CheckpointError, IncompatibleCheckpointsEr
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.resolution.resolve import resolve
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.architectures import Tensors
 from tests.execution.test_run import run
 from tests.parity.peer import read_model, run_mergekit
 from tests.resolution.test_adapters import save
+from tests.support.architectures import Tensors
 
 pytest.importorskip("peft")
 pytestmark = [pytest.mark.peer, pytest.mark.usefixtures("mergekit_is_here")]

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.execution.test_run import run, tensors
-from tests.family import make_family
 from tests.golden.make_golden import EXPERTS, GOLDEN, RECIPES, family_digest, recipe
-from tests.oracles import trim_keep
 from tests.parity.peer import run_mergekit
+from tests.support.family import make_family
+from tests.support.oracles import trim_keep
 
 Tensors = dict[str, torch.Tensor]
 
@@ -154,7 +154,7 @@ def test_dare_updates_are_as_large_as_mergekits(home: Warehouse, trio: Path) -> 
 
 
 def test_the_lowest_index_wins_among_ties_at_the_threshold(home: Warehouse, tmp_path: Path) -> None:
-    from tests.family import tensors_of, write_model
+    from tests.support.family import tensors_of, write_model
 
     base = tensors_of(0, None)
     name = "model.layers.0.mlp.up_proj.weight"

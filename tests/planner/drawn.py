@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.domain.blocks import BlockGrid
+from mergepipe_pipeline.domain.stats import SKETCH_WIDTH, narrowed
 from mergepipe_pipeline.planner.candidates import Candidates, Choice, Curve, Row, lay_out
 from mergepipe_pipeline.planner.constraints import Constraints
-from mergepipe_pipeline.spec.blocks import BlockGrid
-from mergepipe_pipeline.spec.stats import SKETCH_WIDTH, narrowed
 
 GRID = BlockGrid(4096)
 Floats = npt.NDArray[np.float64]

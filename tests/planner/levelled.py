@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TIERS
 from mergepipe_pipeline.planner.candidates import Row, lay_out
 from mergepipe_pipeline.planner.constraints import Constraints
 from mergepipe_pipeline.planner.level_selection import LevelProblem
@@ -18,7 +19,6 @@ from mergepipe_pipeline.planner.packed_rows import (
     PackPace,
     RowLevels,
 )
-from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS
 
 GRID = PackGrid(CHUNK_ELEMS)
 #: Packs are read where they are fewer bytes.

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.domain.operator import Response
 from mergepipe_pipeline.planner.bounds import Sensitivity, error_bound
 from mergepipe_pipeline.planner.candidates import Candidates, Choice, lay_out
 from mergepipe_pipeline.planner.strategies import choose
-from mergepipe_pipeline.spec.operator import Response
-from tests.oracles import elected
 from tests.planner.drawn import GRID, Floats, candidates, constraints, known, left_out, row
+from tests.support.oracles import elected
 
 
 def sensitivities(

@@ -13,15 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.analysis.digests import digest_checkpoint
-from mergepipe_pipeline.operators import OPERATORS
-from mergepipe_pipeline.planner.parts import Method, TensorFacts
-from mergepipe_pipeline.planner.plan_builder import PlanBuilder, PlanInput, Side
-from mergepipe_pipeline.spec.blocks import BlockGrid
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.spec.operator import Choosing
-from mergepipe_pipeline.spec.plan import ExpertInput, MergePlan
-from mergepipe_pipeline.spec.plan_json import plan_from_json
-from mergepipe_pipeline.spec.recipe import (
+from mergepipe_pipeline.domain.blocks import BlockGrid
+from mergepipe_pipeline.domain.checkpoint import Checkpoint
+from mergepipe_pipeline.domain.operator import Choosing
+from mergepipe_pipeline.domain.plan import ExpertInput, MergePlan
+from mergepipe_pipeline.domain.plan_json import plan_from_json
+from mergepipe_pipeline.domain.recipe import (
     BaseTensor,
     Budget,
     ModelRef,
@@ -30,11 +27,14 @@ from mergepipe_pipeline.spec.recipe import (
     TensorInput,
     TensorRecipe,
 )
-from mergepipe_pipeline.spec.view import LowRank
-from tests import oracles
+from mergepipe_pipeline.domain.view import LowRank
+from mergepipe_pipeline.operators import OPERATORS
+from mergepipe_pipeline.planner.parts import Method, TensorFacts
+from mergepipe_pipeline.planner.plan_builder import PlanBuilder, PlanInput, Side
 from tests.analysis.pairs import analyze_one
-from tests.kinds import KINDS, Kinds, make_kinds
-from tests.oracles import Case
+from tests.support import oracles
+from tests.support.kinds import KINDS, Kinds, make_kinds
+from tests.support.oracles import Case
 
 pytestmark = pytest.mark.usefixtures("baselines")
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.domain.recipe import Budget, Selection, Share
 from mergepipe_pipeline.errors import BudgetError
 from mergepipe_pipeline.planner.budget_curve import Point, budget_curve, knee_of
 from mergepipe_pipeline.planner.candidates import lay_out
@@ -19,7 +20,6 @@ from mergepipe_pipeline.planner.selection import (
     select_blocks,
 )
 from mergepipe_pipeline.planner.strategies import STRATEGIES
-from mergepipe_pipeline.spec.recipe import Budget, Selection, Share
 from tests.planner.drawn import GRID, row
 from tests.planner.test_selection import SEEDS, problem
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.domain.recipe import Budget, Selection, Share
 from mergepipe_pipeline.planner.reasons import MEANING, Account, Block, account
 from mergepipe_pipeline.planner.selection import select_blocks
 from mergepipe_pipeline.planner.strategies import STRATEGIES
-from mergepipe_pipeline.spec.recipe import Budget, Selection, Share
 from tests.planner.test_selection import SEEDS, TENSORS, problem
 
 STRATEGY = st.sampled_from([*STRATEGIES])

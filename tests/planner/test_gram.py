@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from mergepipe_pipeline.domain.stats import SKETCH_WIDTH, narrowed
 from mergepipe_pipeline.planner.inner_products import Gram
-from mergepipe_pipeline.spec.stats import SKETCH_WIDTH, narrowed
 
 Halves = npt.NDArray[np.float32]
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.domain.blocks import BlockGrid
+from mergepipe_pipeline.domain.plan import TrimRule
+from mergepipe_pipeline.domain.stats import SAMPLE_WIDTH, SKETCH_WIDTH, TensorStats
 from mergepipe_pipeline.planner.kept_sq_norm import kept_sq_norm, kurtosis
-from mergepipe_pipeline.spec.blocks import BlockGrid
-from mergepipe_pipeline.spec.plan import TrimRule
-from mergepipe_pipeline.spec.stats import SAMPLE_WIDTH, SKETCH_WIDTH, TensorStats
-from tests.oracles import largest
+from tests.support.oracles import largest
 
 GRID = BlockGrid(4096)
 Deltas = npt.NDArray[np.float32]

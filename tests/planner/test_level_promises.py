@@ -9,21 +9,21 @@ import numpy as np
 import pytest
 import torch
 
+from mergepipe_pipeline.domain.plan import ExpertInput, MergePlan
+from mergepipe_pipeline.domain.plan_json import plan_from_json
 from mergepipe_pipeline.errors import BudgetError
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import parse
-from mergepipe_pipeline.spec.plan import ExpertInput, MergePlan
-from mergepipe_pipeline.spec.plan_json import plan_from_json
 from mergepipe_pipeline.storage.profile import store_profile
 from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.execution.test_run import tensors
-from tests.family import Size, tensors_of, write_model
 from tests.planner.test_promises import ROUNDING, distance
-from tests.profiles import ENGINE, PROFILE
+from tests.support.family import Size, tensors_of, write_model
+from tests.support.profiles import ENGINE, PROFILE
 
 #: The embedding is two chunks and a part of one; all other tensors are less than one.
 SIZES: Size = {"layers": 1, "hidden": 64, "vocab": 2100}

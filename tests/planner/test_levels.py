@@ -9,6 +9,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TIERS
+from mergepipe_pipeline.domain.plan import TrimRule
+from mergepipe_pipeline.domain.recipe import Budget, Selection, Share
 from mergepipe_pipeline.errors import BudgetError
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.packs.sums import summed
@@ -22,9 +25,6 @@ from mergepipe_pipeline.planner.packed_rows import (
     row_levels,
 )
 from mergepipe_pipeline.planner.upgrades import ranked_upgrades
-from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS
-from mergepipe_pipeline.spec.plan import TrimRule
-from mergepipe_pipeline.spec.recipe import Budget, Selection, Share
 from tests.planner.levelled import FAST_DISK, GRID, levels_of, problem, tables
 
 PATTERN = st.sampled_from(["*", "e0", "e1"])

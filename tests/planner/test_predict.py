@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.domain.stats import SKETCH_WIDTH, narrowed
 from mergepipe_pipeline.planner.candidates import Candidates, Curve, lay_out
 from mergepipe_pipeline.planner.predict import STATED_ERRORS, Prediction, predict, try_choices
 from mergepipe_pipeline.planner.simulation import PARTS
-from mergepipe_pipeline.spec.stats import SKETCH_WIDTH, narrowed
 from tests.planner.drawn import GRID, Drawn, Floats, Replayed, candidates, known, left_out, row
 
 

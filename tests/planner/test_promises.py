@@ -17,7 +17,7 @@ from mergepipe_pipeline.execution.run import MergeOutcome, run_plan
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.execution.test_run import tensors
-from tests.family import make_family, tensors_of, write_model
+from tests.support.family import make_family, tensors_of, write_model
 
 pytestmark = pytest.mark.usefixtures("baselines")
 

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.domain.operator import Response
+from mergepipe_pipeline.domain.recipe import Budget, Selection, Share
 from mergepipe_pipeline.errors import BudgetError
 from mergepipe_pipeline.planner.bounds import Sensitivity
 from mergepipe_pipeline.planner.candidates import Choice, Curve, lay_out
@@ -22,8 +24,6 @@ from mergepipe_pipeline.planner.selection import (
 )
 from mergepipe_pipeline.planner.simulation import PARTS
 from mergepipe_pipeline.planner.strategies import STRATEGIES, choose, rank
-from mergepipe_pipeline.spec.operator import Response
-from mergepipe_pipeline.spec.recipe import Budget, Selection, Share
 from tests.planner.drawn import GRID, Floats, constraints, known, row
 
 pytestmark = pytest.mark.usefixtures("baselines")

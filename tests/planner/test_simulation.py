@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.domain.blocks import BlockGrid
+from mergepipe_pipeline.domain.stats import SAMPLE_WIDTH, TensorStats, narrowed, widened
 from mergepipe_pipeline.planner.candidates import Curve, Row
 from mergepipe_pipeline.planner.simulation import (
     PARTS,
@@ -19,10 +21,8 @@ from mergepipe_pipeline.planner.simulation import (
     Simulations,
     pooled,
 )
-from mergepipe_pipeline.spec.blocks import BlockGrid
-from mergepipe_pipeline.spec.stats import SAMPLE_WIDTH, TensorStats, narrowed, widened
-from tests.oracles import elected
 from tests.planner.test_kept_sq_norm import statistics
+from tests.support.oracles import elected
 
 GRID = BlockGrid(4096)
 Deltas = npt.NDArray[np.float32]

@@ -21,9 +21,9 @@ from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.resolution.resolve import resolve
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.architectures import fused, layout, make
 from tests.execution.test_run import run
 from tests.parity.peer import Tensors, read_model, run_mergekit
+from tests.support.architectures import fused, layout, make
 
 RECIPES: dict[str, dict[str, Any]] = {
     entry["name"]: entry

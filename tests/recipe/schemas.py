@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from mergepipe_pipeline.domain.checkpoint import TensorEntry
+from mergepipe_pipeline.domain.operator import BaseUse, OperatorSchema, Parameter, Response, Space
+from mergepipe_pipeline.domain.recipe import Recipe
 from mergepipe_pipeline.recipe.parse import ParsedRecipe, parse_recipes, resolve_recipe
-from mergepipe_pipeline.spec.checkpoint import TensorEntry
-from mergepipe_pipeline.spec.operator import BaseUse, OperatorSchema, Parameter, Response, Space
-from mergepipe_pipeline.spec.recipe import Recipe
 
 WEIGHT = Parameter("weight", "model", "float", None, "factor")
 DENSITY = Parameter("density", "model", "float", 1.0, "share kept")

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.domain.recipe import Budget, Selection, Share
 from mergepipe_pipeline.errors import BudgetError
 from mergepipe_pipeline.recipe.budget import parse_budget, parse_error, with_amount
-from mergepipe_pipeline.spec.recipe import Budget, Selection, Share
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.domain.recipe import Budget, ModelRef, Selection, Share
 from mergepipe_pipeline.errors import BudgetError, RecipeError
 from mergepipe_pipeline.recipe.budget_options import read_budget
 from mergepipe_pipeline.recipe.patterns import fits, selects
 from mergepipe_pipeline.recipe.problems import Problems
 from mergepipe_pipeline.recipe.references import parse_reference
-from mergepipe_pipeline.spec.recipe import Budget, ModelRef, Selection, Share
 from tests.recipe.synthetic import parse_all, resolve_all
 
 RECIPE = """\

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from mergepipe_pipeline.domain.evaluation import Evaluator, Gate, LmEval, Perplexity, Threshold
 from mergepipe_pipeline.errors import RecipeError
 from mergepipe_pipeline.recipe.parse import ParsedRecipe, parse_recipes
-from mergepipe_pipeline.spec.evaluation import Evaluator, Gate, LmEval, Perplexity, Threshold
 
 MERGE = "merge_method: linear\nmodels: [{model: a, parameters: {weight: 1}}]\n"
 

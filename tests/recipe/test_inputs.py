@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 import pytest
 
+from mergepipe_pipeline.domain.checkpoint import TensorEntry
+from mergepipe_pipeline.domain.layers import stack_counts
+from mergepipe_pipeline.domain.recipe import BaseTensor
 from mergepipe_pipeline.errors import RecipeError
 from mergepipe_pipeline.recipe import model_tensors
 from mergepipe_pipeline.recipe.parse import resolve_recipe
-from mergepipe_pipeline.spec.checkpoint import TensorEntry
-from mergepipe_pipeline.spec.layers import stack_counts
-from mergepipe_pipeline.spec.recipe import BaseTensor
 from tests.recipe.schemas import METHODS, NAMES, inputs, names_of, parse, resolve, table, without
 
 TWO = "merge_method: {}\nbase_model: base\nmodels: [{{model: a}}, {{model: b}}]\nparameters: {}\n"

@@ -9,12 +9,12 @@ import time
 
 import pytest
 
+from mergepipe_pipeline.domain.recipe import BaseTensor, Budget, ModelRef
 from mergepipe_pipeline.errors import BudgetError, RecipeError
 from mergepipe_pipeline.recipe.parse import parse_recipes, resolve_recipe
 from mergepipe_pipeline.recipe.problems import Problems
 from mergepipe_pipeline.recipe.schema import validate
 from mergepipe_pipeline.recipe.yaml_text import MAX_NBYTES
-from mergepipe_pipeline.spec.recipe import BaseTensor, Budget, ModelRef
 from tests.recipe.schemas import METHODS, NAMES, inputs, parse, resolve, table, values
 
 SMALL = "merge_method: ties\nbase_model: base\nmodels:\n- model: a\nparameters: {weight: 1}\n"

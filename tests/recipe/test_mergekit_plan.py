@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from mergepipe_pipeline.domain.checkpoint import TensorEntry
 from mergepipe_pipeline.recipe.parse import parse_recipes, resolve_recipe
-from mergepipe_pipeline.spec.checkpoint import TensorEntry
 from tests.recipe import mergekit_plan
 from tests.recipe.schemas import METHODS, Table
 

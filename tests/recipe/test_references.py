@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.domain.recipe import ModelRef
 from mergepipe_pipeline.recipe.references import UnreadableReference, identity, parse_reference
-from mergepipe_pipeline.spec.recipe import ModelRef
 
 NAMES = st.from_regex(r"[a-z0-9_.-]{1,8}(/[a-z0-9_-]{1,8})?", fullmatch=True).filter(
     lambda name: not name.startswith(".")

@@ -11,10 +11,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.domain.selector import Selected, Selector, by_expert
 from mergepipe_pipeline.errors import RecipeError
 from mergepipe_pipeline.recipe.parse import ParsedRecipe, parse_recipes
 from mergepipe_pipeline.recipe.selectors import NothingSelectedError, Recorded, fits
-from mergepipe_pipeline.spec.selector import Selected, Selector, by_expert
 from tests.recipe.schemas import METHODS
 
 NAMES = ("chat-a", "chat-b", "code-a", "code-b", "math")

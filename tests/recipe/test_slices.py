@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from mergepipe_pipeline.domain.recipe import BaseTensor
 from mergepipe_pipeline.errors import RecipeError
-from mergepipe_pipeline.spec.recipe import BaseTensor
 from tests.recipe.schemas import inputs, names_of, resolve, table, values
 
 EIGHT = table(names_of(8))

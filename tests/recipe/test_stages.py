@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from mergepipe_pipeline.domain.recipe import Budget
 from mergepipe_pipeline.errors import BudgetError, RecipeError
 from mergepipe_pipeline.recipe.parse import parse_recipes
 from mergepipe_pipeline.recipe.yaml_text import read_yaml
-from mergepipe_pipeline.spec.recipe import Budget
 from tests.recipe.schemas import METHODS
 from tests.recipe.synthetic import parse_all
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mergepipe_pipeline.spec.recipe import TokenizerRecipe, TokenRule
+from mergepipe_pipeline.domain.recipe import TokenizerRecipe, TokenRule
 from tests.recipe.schemas import number, parse, resolve
 
 RECIPE = """\

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from safetensors.torch import save_file
 
+from mergepipe_pipeline.domain.plan import MergePlan
+from mergepipe_pipeline.domain.plan_json import plan_from_json
 from mergepipe_pipeline.errors import CorruptionError, NotFoundError
 from mergepipe_pipeline.execution import plan_store
 from mergepipe_pipeline.execution.planning import make_plan
@@ -25,13 +27,11 @@ from mergepipe_pipeline.report.explain_tables import (
 )
 from mergepipe_pipeline.report.shares import shares
 from mergepipe_pipeline.report.stories import explain_expert, explain_snapshot, explain_tensor
-from mergepipe_pipeline.spec.plan import MergePlan
-from mergepipe_pipeline.spec.plan_json import plan_from_json
 from mergepipe_pipeline.verbs.compare import compare
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.benchmarks.baselines import BASELINES
 from tests.execution.test_run import run, tensors
-from tests.reads import tensor_reads
+from tests.lab.bench.baselines import BASELINES
+from tests.support.reads import tensor_reads
 from tests.verbs.test_curve import raw_of
 
 pytestmark = pytest.mark.usefixtures("baselines")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_plan
@@ -14,7 +15,6 @@ from mergepipe_pipeline.report.comparison import full_plan_id
 from mergepipe_pipeline.report.explain_tables import expert_records
 from mergepipe_pipeline.report.shares import level_shares, merged_otherwise, shares
 from mergepipe_pipeline.report.stories import explain_expert, explain_tensor
-from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.text import size
 from mergepipe_pipeline.timing.forecast import packed_of, work_of, work_of_plan
 from mergepipe_pipeline.verbs.check import check

@@ -34,7 +34,7 @@ from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.contents.test_input_segments import flip
 from tests.execution.test_run import run, tensors
-from tests.oracles import ORACLES, Case
+from tests.support.oracles import ORACLES, Case
 
 pytestmark = pytest.mark.usefixtures("baselines")
 

@@ -13,8 +13,8 @@ from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.resolution.resolve import resolve
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.execution.test_run import run
-from tests.family import tensors_of, write_model
 from tests.resolution.test_slices import change_config, logits
+from tests.support.family import tensors_of, write_model
 
 SIZES = {"layers": 2, "hidden": 32, "vocab": 64}
 

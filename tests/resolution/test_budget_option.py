@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from mergepipe_pipeline.domain.recipe import Budget, Selection, Share
 from mergepipe_pipeline.errors import RecipeError
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.resolution.resolve import resolve
-from mergepipe_pipeline.spec.recipe import Budget, Selection, Share
 from mergepipe_pipeline.warehouse import Warehouse
 
 WISHES = "budget: {limit: 10%, pin: [expert_00], shares: {'expert_*': 1MB}}"

@@ -20,7 +20,7 @@ from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.contents.test_input_segments import flip
 from tests.execution.test_run import run, tensors
-from tests.family import tensors_of, write_model
+from tests.support.family import tensors_of, write_model
 
 #: Methods on deltas, on values, and on angles; with method and model parameters.
 METHODS = {

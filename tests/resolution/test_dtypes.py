@@ -26,8 +26,8 @@ from mergepipe_pipeline.verbs.analyze import analyze
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.execution.test_run import run, tensors
-from tests.family import layout, write_model
-from tests.oracles import ORACLES, Case
+from tests.support.family import layout, write_model
+from tests.support.oracles import ORACLES, Case
 
 Tensors = dict[str, torch.Tensor]
 Floats = npt.NDArray[np.float64]

@@ -20,7 +20,7 @@ from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.execution.test_run import run, tensors
-from tests.family import tensors_of, write_model
+from tests.support.family import tensors_of, write_model
 
 Tensors = dict[str, torch.Tensor]
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from mergepipe_pipeline.domain.tied_head import UNTIED_BY_DEFAULT, ties_head
 from mergepipe_pipeline.errors import MergePipeError, RecipeError
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.resolution.resolve import resolve
-from mergepipe_pipeline.spec.tied_head import UNTIED_BY_DEFAULT, ties_head
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.execution.test_run import run, tensors
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
+from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.errors import RecipeError
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.resolution.recipe_text import parse
-from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.verbs.replay import replay
 from mergepipe_pipeline.warehouse import Warehouse
 

@@ -12,7 +12,7 @@ from mergepipe_pipeline.resolution.names import free_name
 from mergepipe_pipeline.storage.chain import NAME
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.family import tensors_of, write_model
+from tests.support.family import tensors_of, write_model
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.verbs.transplant_tokenizer import transplant_tokenizer
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.execution.test_run import run, tensors
-from tests.family import tensors_of, write_adapter, write_model
+from tests.support.family import tensors_of, write_adapter, write_model
 
 Tensors = dict[str, torch.Tensor]
 FP8 = {"quant_method": "fp8", "weight_block_size": [64, 64]}

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from mergepipe_pipeline.api import Catalog, Planner
+from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError, RecipeError
 from mergepipe_pipeline.execution.problem import solve_plan
 from mergepipe_pipeline.report.query import query
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
-from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.verbs.check import check
 from mergepipe_pipeline.verbs.merge import merge
 from mergepipe_pipeline.verbs.quarantine import quarantine
@@ -189,7 +189,7 @@ def test_a_selector_that_takes_nothing_says_what_is_near_or_why_all_are_left_out
 def test_one_of_another_shape_is_an_ordinary_error_that_names_it(
     known: Warehouse, write: Write, tmp_path: Path
 ) -> None:
-    from tests.family import tensors_of, write_model
+    from tests.support.family import tensors_of, write_model
 
     other = tensors_of(0, 1, hidden=32)
     register(known, write_model(tmp_path / "odd", other, hidden=32), "chat-odd")

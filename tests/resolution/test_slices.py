@@ -19,7 +19,7 @@ from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.resolution.resolve import resolve
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.execution.test_run import run, tensors
-from tests.family import tensors_of, write_model
+from tests.support.family import tensors_of, write_model
 
 SIZES = {"layers": 4, "hidden": 32, "vocab": 64}
 NUMBER = re.compile(r"layers\.(\d+)\.")

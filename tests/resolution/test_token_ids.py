@@ -12,7 +12,7 @@ import torch
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.execution.test_run import run
-from tests.family import write_adapter
+from tests.support.family import write_adapter
 from tests.tokenizer.models import document, entry, files_of
 
 ROWS = 24

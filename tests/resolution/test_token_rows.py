@@ -16,17 +16,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mergepipe_pipeline.domain.recipe import ModelRef
 from mergepipe_pipeline.errors import CorruptionError, IncompatibleCheckpointsError, MergePipeError
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.resolution.open_models import open_models
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.resolution.resolve import resolve
 from mergepipe_pipeline.resolution.token_rows import _RowReader
-from mergepipe_pipeline.spec.recipe import ModelRef
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.catalog.flips import flipped
 from tests.execution.test_run import run, tensors
-from tests.family import tensors_of, write_model
+from tests.support.family import tensors_of, write_model
 from tests.tokenizer.test_mergekit import piece_family, word_family
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

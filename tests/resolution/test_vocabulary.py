@@ -17,8 +17,8 @@ from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.resolution.resolve import resolve
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.execution.test_run import run, tensors
-from tests.family import Size, tensors_of, write_model
-from tests.oracles import ORACLES, Case
+from tests.support.family import Size, tensors_of, write_model
+from tests.support.oracles import ORACLES, Case
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SIZES = {"layers": 2, "hidden": 32}

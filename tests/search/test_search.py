@@ -46,8 +46,8 @@ from mergepipe_pipeline.verbs.search import (
     state_of,
 )
 from mergepipe_pipeline.verbs.verify_all import verify_all
-from tests.family import layout, tensors_of, write_model
 from tests.search.world import EVALUATOR, World
+from tests.support.family import layout, tensors_of, write_model
 
 
 def call(world: World, *words: object) -> Result:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.domain.layers import layer_name
 from mergepipe_pipeline.errors import RecipeError
 from mergepipe_pipeline.recipe.parameters import evaluate
 from mergepipe_pipeline.resolution.recipe_text import parse
@@ -16,7 +17,6 @@ from mergepipe_pipeline.search.blocks import grouped
 from mergepipe_pipeline.search.prior import layer_scores
 from mergepipe_pipeline.search.search_file import SearchFile, parse_search
 from mergepipe_pipeline.search.space import Space, layers_of, numbered
-from mergepipe_pipeline.spec.layers import layer_name
 from tests.search.world import SEARCH
 
 TENSORS = [f"model.layers.{n}.{part}.weight" for n in range(12) for part in ("a", "norm")]

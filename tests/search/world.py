@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.family import layout, write_model
+from tests.support.family import layout, write_model
 
 _SIZE = {"layers": 3, "hidden": 8, "vocab": 16}
 PROGRAM = [sys.executable, "-m", "mergepipe_pipeline.cli.main"]

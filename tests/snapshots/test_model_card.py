@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from mergepipe_pipeline.domain.snapshot import LineageEntry
 from mergepipe_pipeline.snapshots.model_folder import model_card
-from mergepipe_pipeline.spec.snapshot import LineageEntry
 
 
 def _row(name: str) -> str:

@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
+from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.errors import CorruptionError, NotFoundError
 from mergepipe_pipeline.snapshots.checks import Checked, verify_snapshot
 from mergepipe_pipeline.snapshots.commit import commit_snapshot
 from mergepipe_pipeline.snapshots.find import list_snapshots, load_snapshot
-from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.storage import atomic
-from tests.listed import folders_listed
 from tests.snapshots.tiny import Crash, Store, count_steps, crash_at
+from tests.support.listed import folders_listed
 
 
 @pytest.fixture

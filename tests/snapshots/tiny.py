@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mergepipe_pipeline.snapshots.commit import commit_snapshot
-from mergepipe_pipeline.snapshots.objects import ObjectStore
-from mergepipe_pipeline.snapshots.refs import RefStore
-from mergepipe_pipeline.snapshots.stage import stage_snapshot
-from mergepipe_pipeline.spec.outcome import StoredObject
-from mergepipe_pipeline.spec.snapshot import (
+from mergepipe_pipeline.domain.outcome import StoredObject
+from mergepipe_pipeline.domain.snapshot import (
     LineageEntry,
     Manifest,
     ShardEntry,
     SideFile,
     Snapshot,
 )
+from mergepipe_pipeline.snapshots.commit import commit_snapshot
+from mergepipe_pipeline.snapshots.objects import ObjectStore
+from mergepipe_pipeline.snapshots.refs import RefStore
+from mergepipe_pipeline.snapshots.stage import stage_snapshot
 from mergepipe_pipeline.storage import atomic
 from mergepipe_pipeline.storage.atomic import remove_tree
 from mergepipe_pipeline.storage.writer import ShardWriter

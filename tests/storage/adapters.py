@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from mergepipe_pipeline.spec.checkpoint import Checkpoint, FileEntry, TensorEntry
-from mergepipe_pipeline.spec.view import LowRank, TensorView
+from mergepipe_pipeline.domain.checkpoint import Checkpoint, FileEntry, TensorEntry
+from mergepipe_pipeline.domain.view import LowRank, TensorView
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -12,14 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.domain.blocks import Range, coalesce
+from mergepipe_pipeline.domain.plan import ExpertInput
+from mergepipe_pipeline.domain.view import TensorView, view_of
 from mergepipe_pipeline.dtypes import itemsize
-from mergepipe_pipeline.spec.blocks import Range, coalesce
-from mergepipe_pipeline.spec.plan import ExpertInput
-from mergepipe_pipeline.spec.view import TensorView, view_of
 from mergepipe_pipeline.tensors.low_rank import AdapterUpdate, open_update
 from mergepipe_pipeline.tensors.rows import BaseRow, ExpertRow
-from tests.kinds import KINDS, Kind, Kinds, make_kinds, random_cuts
-from tests.stored import Floats, decode, encode, low_rank_of, write
+from tests.support.kinds import KINDS, Kind, Kinds, make_kinds, random_cuts
+from tests.support.stored import Floats, decode, encode, low_rank_of, write
 from tests.tensors.readers import CountingReader, opened
 
 Ranges = tuple[Range, ...]

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.domain.view import LowRank, TensorView, cropped, moved
 from mergepipe_pipeline.errors import BudgetError
-from mergepipe_pipeline.spec.view import LowRank, TensorView, cropped, moved
 from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.tensors.stored import as_float32, read_stored
-from tests.kinds import Kinds, make_kinds
-from tests.stored import Floats, gathered
+from tests.support.kinds import Kinds, make_kinds
+from tests.support.stored import Floats, gathered
 from tests.tensors.readers import CountingReader, opened
 
 COLS = 25

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from mergepipe_pipeline.domain.checkpoint import Checkpoint, FileEntry
+from mergepipe_pipeline.domain.machine_profile import MethodPace
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
-from mergepipe_pipeline.spec.checkpoint import Checkpoint, FileEntry
-from mergepipe_pipeline.spec.machine_profile import MethodPace
 from mergepipe_pipeline.storage.profile import load_profile
 from mergepipe_pipeline.timing import calibrate as module
 from mergepipe_pipeline.timing import storage_benchmark

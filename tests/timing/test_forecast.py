@@ -26,7 +26,7 @@ from mergepipe_pipeline.timing.forecast import (
 )
 from mergepipe_pipeline.timing.time_model import Work
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.profiles import PROFILE, settle_in
+from tests.support.profiles import PROFILE, settle_in
 
 
 @pytest.fixture

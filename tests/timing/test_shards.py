@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.resolution.recipe_text import parse
-from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.storage.profile import store_profile
 from mergepipe_pipeline.timing.shards import balanced, shards_of
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.profiles import PROFILE
+from tests.support.profiles import PROFILE
 
 COSTS = st.lists(st.floats(0, 1e12), max_size=40).map(
     lambda costs: {f"layer.{i:02d}": cost for i, cost in enumerate(costs)}

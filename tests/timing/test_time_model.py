@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mergepipe_pipeline.packs.pace import DECODE_EXACT_ELEM_S, DECODE_NEAR_ELEM_S
 from mergepipe_pipeline.timing.time_model import Seconds, Work, seconds, total
-from tests.profiles import ENGINE, GB, PROFILE
+from tests.support.profiles import ENGINE, GB, PROFILE
 
 NOTHING = Work("ties", 0, 0, 0, 0, 0, 0, 0, has_first_pass=False)
 

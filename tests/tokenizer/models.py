@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from mergepipe_pipeline.tokenizer.model_tokenizer import ModelTokenizer, read_tokenizer
 from mergepipe_pipeline.tokenizer.row_sources import ModelRows
-from tests.family import tensors_of, write_model
+from tests.support.family import tensors_of, write_model
 
 HIDDEN = 8
 Matrix = NDArray[np.float32]

@@ -18,8 +18,8 @@ from numpy.testing import assert_allclose
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
+from mergepipe_pipeline.domain.recipe import TokenizerRecipe, TokenRule
 from mergepipe_pipeline.errors import CheckpointError, RecipeError
-from mergepipe_pipeline.spec.recipe import TokenizerRecipe, TokenRule
 from mergepipe_pipeline.tokenizer.build import TokenizerBuild, build_tokenizer
 from mergepipe_pipeline.tokenizer.model_tokenizer import ModelTokenizer, read_tokenizer
 from tests.tokenizer.models import Matrix, document, entry, files_of, gather, words
@@ -266,7 +266,7 @@ def test_a_tokenizer_without_tokenizer_json_gets_new_tokens_in_added_tokens_json
 def test_the_bytes_are_the_same_in_every_process() -> None:
     code = """
 import json
-from mergepipe_pipeline.spec.recipe import TokenizerRecipe
+from mergepipe_pipeline.domain.recipe import TokenizerRecipe
 from mergepipe_pipeline.tokenizer.build import build_tokenizer
 from mergepipe_pipeline.tokenizer.model_tokenizer import read_tokenizer
 def words(name, text):

@@ -19,7 +19,7 @@ import pytest
 from safetensors.numpy import load_file
 from transformers import AutoTokenizer
 
-from mergepipe_pipeline.spec.recipe import TokenizerRecipe, TokenRule
+from mergepipe_pipeline.domain.recipe import TokenizerRecipe, TokenRule
 from mergepipe_pipeline.tokenizer.build import build_tokenizer
 from mergepipe_pipeline.tokenizer.model_tokenizer import ModelTokenizer, read_tokenizer
 from tests.tokenizer.models import Matrix, document, entry, files_of, gather, write_checkpoint

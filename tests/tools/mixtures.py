@@ -12,8 +12,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from tests import architectures
-from tests.architectures import Architecture
+from tests.support import architectures
+from tests.support.architectures import Architecture
 
 LAYERS = 2
 _QWEN2 = Architecture("qwen2", "Qwen2ForCausalLM", architectures._GROUPED | architectures._UNTIED)

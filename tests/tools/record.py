@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tests.family import make_family
+from tests.support.family import make_family
 from tests.tools.mixtures import (
     FAMILIES,
     TOKENIZERS,

@@ -24,8 +24,8 @@ from mergepipe_pipeline.verbs.extract_lora import extract_lora
 from mergepipe_pipeline.verbs.merge import merge
 from mergepipe_pipeline.verbs.verify import verify
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.architectures import make as make_architecture
-from tests.family import tensors_of, write_model
+from tests.support.architectures import make as make_architecture
+from tests.support.family import tensors_of, write_model
 from tests.tools.record import RANK, RECORD, lora_errors
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")

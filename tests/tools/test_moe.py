@@ -183,7 +183,7 @@ def test_what_gives_no_mixture_is_refused_and_leaves_nothing(
 def test_experts_of_another_size_are_refused(
     families: Path, home: Warehouse, tmp_path: Path
 ) -> None:
-    from tests.family import tensors_of, write_model
+    from tests.support.family import tensors_of, write_model
 
     small = write_model(tmp_path / "small", tensors_of(0, None), hidden=64)
     path = write_config(families / "mistral", "mistral", "random")

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
+from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import GateError
-from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.verbs.deploy import (
     current_plan,
     current_snapshot,
@@ -26,7 +26,7 @@ from mergepipe_pipeline.verbs.deploy import (
 from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.family import layout, write_model
+from tests.support.family import layout, write_model
 
 _SIZE = {"layers": 4, "hidden": 16, "vocab": 64}
 EXPERTS = ("a", "b", "c", "d")

@@ -13,7 +13,7 @@ from dagster import DagsterRunStatus as Status
 from mergepipe_pipeline.assets.links import expert_link
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.daemon import Daemon, running_daemon
-from tests.family import Size, tensors_of, write_model
+from tests.support.family import Size, tensors_of, write_model
 from tests.ui.chromium import Page
 
 SIZE: Size = {"layers": 8, "hidden": 16, "vocab": 64}

@@ -12,15 +12,15 @@ import pytest
 
 from mergepipe_pipeline.catalog.formats import DIGESTS, SEGMENTS
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
+from mergepipe_pipeline.domain.stats import ExpertStats
 from mergepipe_pipeline.facts import expert_stats as verb
 from mergepipe_pipeline.progress import Silent
 from mergepipe_pipeline.resolution.locate import locate_registered
-from mergepipe_pipeline.spec.stats import ExpertStats
 from mergepipe_pipeline.verbs.analyze import analyze
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.analysis.pairs import figures
-from tests.reads import of, tensor_reads
+from tests.support.reads import of, tensor_reads
 
 BLOCK = 4096
 

@@ -22,8 +22,8 @@ from mergepipe_pipeline.verbs.compare import compare
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.contents.test_input_segments import flip
 from tests.execution.test_run import run, tensors
-from tests.family import write_adapter
-from tests.reads import tensor_reads
+from tests.support.family import write_adapter
+from tests.support.reads import tensor_reads
 from tests.verbs.test_curve import raw_of
 
 Text = Callable[..., str]

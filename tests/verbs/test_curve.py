@@ -18,8 +18,8 @@ from mergepipe_pipeline.verbs.curve import curve, curve_of_plan, records, rows_o
 from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.family import write_adapter
-from tests.reads import tensor_reads
+from tests.support.family import write_adapter
+from tests.support.reads import tensor_reads
 
 pytestmark = pytest.mark.usefixtures("baselines")
 

@@ -22,7 +22,7 @@ from mergepipe_pipeline.verbs.publish import publish
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.contents.test_input_segments import flip
 from tests.execution.test_run import run, tensors
-from tests.reads import tensor_reads
+from tests.support.reads import tensor_reads
 from tests.verbs.test_compare import distance
 
 Text = Callable[..., str]

@@ -7,8 +7,8 @@ from pathlib import Path
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.verbs.merge import merge
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.family import tensors_of, write_model
-from tests.told import Told
+from tests.support.family import tensors_of, write_model
+from tests.support.told import Told
 
 
 def test_files_that_changed_under_their_name_are_said_and_are_its_next_version(

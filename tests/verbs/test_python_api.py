@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from mergepipe_pipeline import Catalog, Engine, Planner
+from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.errors import BudgetError, MergePipeError, RecipeError
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.resolution.recipe_text import parse
-from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.warehouse import Warehouse
 
 

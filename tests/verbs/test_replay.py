@@ -33,7 +33,7 @@ from mergepipe_pipeline.verbs.verify import verify
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.execution.test_run import run
 from tests.execution.test_stages import both
-from tests.family import write_adapter
+from tests.support.family import write_adapter
 
 Text = Callable[..., str]
 

@@ -13,8 +13,8 @@ from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.verbs.check import check
 from mergepipe_pipeline.verbs.merge import merge
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.family import tensors_of, write_model
-from tests.told import Told
+from tests.support.family import tensors_of, write_model
+from tests.support.told import Told
 
 
 def text_of(folder: Path, *experts: str) -> str:

@@ -13,11 +13,11 @@ import numba
 import numpy as np
 
 from mergepipe_pipeline.arrays import F32Array, F64Array, U16Array, U32Array
+from mergepipe_pipeline.domain.blocks import MIN_BLOCK_ELEMS
 from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.operators.kernels.bits import Stored, value_of
 from mergepipe_pipeline.operators.kernels.prefetch import prefetch_row
 from mergepipe_pipeline.operators.kernels.uniforms import fill_uniforms
-from mergepipe_pipeline.spec.blocks import MIN_BLOCK_ELEMS
 
 #: Elements whose sums are taken at once; every block size is a multiple of it.
 CHUNK_ELEMS = MIN_BLOCK_ELEMS

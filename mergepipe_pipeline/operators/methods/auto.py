@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 
 from mergepipe_pipeline.arrays import F64Array
+from mergepipe_pipeline.domain.operator import Choosing
+from mergepipe_pipeline.domain.recipe import Params
 from mergepipe_pipeline.errors import OperatorError
 from mergepipe_pipeline.operators.steps.gram import gram_of
 from mergepipe_pipeline.operators.steps.registry import Hooks, operator
 from mergepipe_pipeline.operators.steps.signature import Density, Lambda, PerModel, Weight
 from mergepipe_pipeline.operators.steps.tensor_measures import Sums
 from mergepipe_pipeline.operators.steps.tensor_window import Window
-from mergepipe_pipeline.spec.operator import Choosing
-from mergepipe_pipeline.spec.recipe import Params
 
 if TYPE_CHECKING:
     from torch import Tensor

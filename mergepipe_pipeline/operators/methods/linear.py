@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
+from mergepipe_pipeline.domain.plan import TensorTask
 from mergepipe_pipeline.errors import OperatorError
 from mergepipe_pipeline.operators.steps import describe
 from mergepipe_pipeline.operators.steps.fused import FusedMerge
@@ -11,7 +12,6 @@ from mergepipe_pipeline.operators.steps.mix import summed
 from mergepipe_pipeline.operators.steps.registry import Hooks, operator
 from mergepipe_pipeline.operators.steps.signature import PerModel, Weight
 from mergepipe_pipeline.operators.steps.tensor_window import Window
-from mergepipe_pipeline.spec.plan import TensorTask
 
 if TYPE_CHECKING:
     from torch import Tensor

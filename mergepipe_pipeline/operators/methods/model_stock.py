@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 
 from mergepipe_pipeline.arrays import F64Array
+from mergepipe_pipeline.domain.operator import Response
 from mergepipe_pipeline.operators.steps.gram import (
     GRAM,
     combine,
@@ -23,7 +24,6 @@ from mergepipe_pipeline.operators.steps.gram import (
 )
 from mergepipe_pipeline.operators.steps.registry import Hooks, operator
 from mergepipe_pipeline.operators.steps.tensor_window import Window
-from mergepipe_pipeline.spec.operator import Response
 
 if TYPE_CHECKING:
     from torch import Tensor

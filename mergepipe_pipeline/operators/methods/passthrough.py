@@ -11,7 +11,7 @@ from mergepipe_pipeline.operators.steps.tensor_window import Window
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mergepipe_pipeline.spec.plan import TensorTask
+    from mergepipe_pipeline.domain.plan import TensorTask
 
 
 def _coefficients(scale: PerModel) -> tuple[float, ...]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 
 from mergepipe_pipeline.arrays import BoolArray, F64Array
+from mergepipe_pipeline.domain.operator import Response
 from mergepipe_pipeline.errors import OperatorError
 from mergepipe_pipeline.operators.steps.gram import (
     GRAM,
@@ -30,7 +31,6 @@ from mergepipe_pipeline.operators.steps.registry import Hooks, operator
 from mergepipe_pipeline.operators.steps.signature import PerModel, Weight
 from mergepipe_pipeline.operators.steps.tensor_measures import Params, Sums
 from mergepipe_pipeline.operators.steps.tensor_window import Window
-from mergepipe_pipeline.spec.operator import Response
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,6 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
+from mergepipe_pipeline.domain.operator import Fact, OperatorSchema, Parameter, Response
+from mergepipe_pipeline.domain.plan import TensorTask
 from mergepipe_pipeline.errors import OperatorError
 from mergepipe_pipeline.operators.steps import describe, mix
 from mergepipe_pipeline.operators.steps.fused import FusedMerge
@@ -33,8 +35,6 @@ from mergepipe_pipeline.operators.steps.signature import (
 )
 from mergepipe_pipeline.operators.steps.sparsify import check_drop, check_ranked, thin
 from mergepipe_pipeline.operators.steps.tensor_window import Window
-from mergepipe_pipeline.spec.operator import Fact, OperatorSchema, Parameter, Response
-from mergepipe_pipeline.spec.plan import TensorTask
 
 if TYPE_CHECKING:
     from torch import Tensor

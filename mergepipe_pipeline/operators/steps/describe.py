@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mergepipe_pipeline.domain.operator import Fact
+from mergepipe_pipeline.domain.plan import TensorTask
 from mergepipe_pipeline.operators.steps.fused import FusedMerge, FusedRow
 from mergepipe_pipeline.operators.steps.mix import SUM_EPSILON, summed
 from mergepipe_pipeline.operators.steps.random import keep_below, stream_key
 from mergepipe_pipeline.operators.steps.signature import PerModel
 from mergepipe_pipeline.operators.steps.sparsify import trim_rule
-from mergepipe_pipeline.spec.operator import Fact
-from mergepipe_pipeline.spec.plan import TensorTask
 
 
 def update(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mergepipe_pipeline.spec.plan import TrimRule
+from mergepipe_pipeline.domain.plan import TrimRule
 
 #: Σ wᵢTᵢ in fused multiply-adds; B + λ Σ d̃ᵢ; B + λ · the sum of what has the elected sign.
 Mix = Literal["values", "sum", "vote"]

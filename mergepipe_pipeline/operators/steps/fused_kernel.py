@@ -11,6 +11,7 @@ from copy import copy
 import numpy as np
 
 from mergepipe_pipeline.arrays import F32Array, I64Array
+from mergepipe_pipeline.domain.plan import TrimRule
 from mergepipe_pipeline.operators.kernels.bits import Stored
 from mergepipe_pipeline.operators.kernels.merge_tiles import (
     ROW,
@@ -21,7 +22,6 @@ from mergepipe_pipeline.operators.kernels.merge_tiles import (
     merge_values,
 )
 from mergepipe_pipeline.operators.steps.fused import FusedMerge, FusedRow
-from mergepipe_pipeline.spec.plan import TrimRule
 
 _NO_RULE = TrimRule(0, 0)
 #: Where ties are cut, by rule of an expert: 0 for the trim, 1 for the outliers.

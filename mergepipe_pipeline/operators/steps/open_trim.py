@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from mergepipe_pipeline.arrays import F32Array, U16Array
-from mergepipe_pipeline.spec.plan import TrimRule
-from mergepipe_pipeline.spec.ties import TieBreaker
+from mergepipe_pipeline.domain.plan import TrimRule
+from mergepipe_pipeline.domain.ties import TieBreaker
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypedDict, Unpack
 
-from mergepipe_pipeline.errors import OperatorError
-from mergepipe_pipeline.operators.steps.fused import FusedMerge
-from mergepipe_pipeline.operators.steps.signature import PerModel, bind, parameters_of
-from mergepipe_pipeline.operators.steps.tensor_measures import Measure
-from mergepipe_pipeline.operators.steps.tensor_window import Window
-from mergepipe_pipeline.spec.operator import (
+from mergepipe_pipeline.domain.operator import (
     BaseUse,
     Choosing,
     Fact,
@@ -25,8 +20,13 @@ from mergepipe_pipeline.spec.operator import (
     Scope,
     Space,
 )
-from mergepipe_pipeline.spec.plan import TensorTask
-from mergepipe_pipeline.spec.recipe import Params
+from mergepipe_pipeline.domain.plan import TensorTask
+from mergepipe_pipeline.domain.recipe import Params
+from mergepipe_pipeline.errors import OperatorError
+from mergepipe_pipeline.operators.steps.fused import FusedMerge
+from mergepipe_pipeline.operators.steps.signature import PerModel, bind, parameters_of
+from mergepipe_pipeline.operators.steps.tensor_measures import Measure
+from mergepipe_pipeline.operators.steps.tensor_window import Window
 
 if TYPE_CHECKING:
     from torch import Tensor

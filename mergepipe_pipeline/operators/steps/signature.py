@@ -12,9 +12,9 @@ from inspect import Parameter as Argument
 from inspect import signature
 from typing import Annotated, Any, Final, Literal, get_args, get_origin, get_type_hints
 
+from mergepipe_pipeline.domain.operator import Kind, OperatorSchema, Parameter
+from mergepipe_pipeline.domain.recipe import Params
 from mergepipe_pipeline.errors import OperatorError
-from mergepipe_pipeline.spec.operator import Kind, OperatorSchema, Parameter
-from mergepipe_pipeline.spec.recipe import Params
 
 
 class PerModel(tuple[float, ...]):

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mergepipe_pipeline.arrays import F64Array, U32Array
+from mergepipe_pipeline.domain.operator import Fact
+from mergepipe_pipeline.domain.plan import TensorTask, TrimRule
 from mergepipe_pipeline.errors import OperatorError
 from mergepipe_pipeline.operators.steps import on_device
 from mergepipe_pipeline.operators.steps.random import keep_below, keep_mask, stream_key, uniforms
 from mergepipe_pipeline.operators.steps.signature import PerModel
 from mergepipe_pipeline.operators.steps.tensor_window import Window
-from mergepipe_pipeline.spec.operator import Fact
-from mergepipe_pipeline.spec.plan import TensorTask, TrimRule
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mergepipe_pipeline.spec.plan import TensorTask
+from mergepipe_pipeline.domain.plan import TensorTask
 
 if TYPE_CHECKING:
     from torch import Tensor

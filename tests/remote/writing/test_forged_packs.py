@@ -17,20 +17,20 @@ import obstore
 import pytest
 
 from mergepipe_pipeline.digest import seal, sha256_hex, unseal
+from mergepipe_pipeline.domain.pack import TIERS, PackedTensor, Tier
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundError
 from mergepipe_pipeline.packs.index import frames_path, pack_id_of, write_index
 from mergepipe_pipeline.packs.replaced import Replaced
 from mergepipe_pipeline.packs.store import Pack
 from mergepipe_pipeline.packs.travelling import TravellingFile, from_bytes, to_bytes
-from mergepipe_pipeline.spec.pack import TIERS, PackedTensor, Tier
 from mergepipe_pipeline.verbs.pack import pack as make_pack
 from mergepipe_pipeline.verbs.pull_pack import pull_packs
 from mergepipe_pipeline.verbs.push_pack import push_pack
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
+from tests.lab.torture.packed import Forger, PackParts
 from tests.packs.families import packed_family, write_family
 from tests.remote.writing.watched_s3 import WatchedS3
-from tests.torture.packed import Forger, PackParts
 
 Tensors = dict[str, PackedTensor]
 

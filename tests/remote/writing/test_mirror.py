@@ -19,6 +19,7 @@ import pytest
 from click.testing import CliRunner
 
 from mergepipe_pipeline.cli.main import main
+from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.execution.fetched import fetch_layers
 from mergepipe_pipeline.execution.planning import make_plan
@@ -27,7 +28,6 @@ from mergepipe_pipeline.remote.bucket import Bucket, Entry
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.snapshots import mirror as mirror_module
 from mergepipe_pipeline.snapshots.mirror import COLLECTING, Mirror, mirror_at, object_key
-from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.verbs.extract_lora import extract_lora
 from mergepipe_pipeline.verbs.publish import publish
 from mergepipe_pipeline.verbs.pull import pull

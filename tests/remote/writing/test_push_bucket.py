@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from safetensors import safe_open
 
 from mergepipe_pipeline.cli.main import main
-from mergepipe_pipeline.spec.snapshot import Snapshot
+from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.remote.writing.watched_s3 import Answer, WatchedS3
 from tests.snapshots.tiny import Store

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from huggingface_hub import HfApi
 
 from mergepipe_pipeline.cli.main import main
-from mergepipe_pipeline.spec.snapshot import Snapshot
+from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.remote.writing.hub_writes import Hub, Repo
 from tests.snapshots.tiny import Store

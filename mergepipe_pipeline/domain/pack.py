@@ -1,0 +1,154 @@
+"""What a pack is: one expert's deltas to its base, encoded in tiers from coarse to exact.
+
+Tiers L0 to L3 approximate δ by sums of a few steps; X20 holds the largest fifth of δ exactly, X
+the rest. A budget buys one level per block: what is read of the tiers together. An exact level
+gives the expert's own bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from mergepipe_pipeline.domain.segments import COARSE_ELEMS
+
+if TYPE_CHECKING:  # commands that read plans start without NumPy
+    import numpy as np
+    import numpy.typing as npt
+
+    from mergepipe_pipeline.arrays import F32Array, I64Array, U32Array
+
+#: Part of every pack's id: raised when an encoder or a decoder changes its bits.
+CODEC_VERSION = "2"
+#: Elements that are encoded, compressed, verified and decoded together; a part of a tensor.
+CHUNK_ELEMS = COARSE_ELEMS
+
+Tier = Literal["L0", "L1", "L2", "L3", "X20", "X"]
+#: A level is named after the last of its tiers.
+Level = Tier
+TIERS: tuple[Tier, ...] = ("L0", "L1", "L2", "L3", "X20", "X")
+#: As the number of a tier: none is read.
+NOT_READ = -1
+#: The tiers that are read for a level.
+TIERS_OF: Mapping[Level, tuple[Tier, ...]] = {
+    "L0": ("L0",),
+    "L1": ("L0", "L1"),
+    "L2": ("L0", "L1", "L2"),
+    "L3": ("L0", "L1", "L2", "L3"),
+    "X20": ("X20",),
+    "X": ("X20", "X"),
+}
+#: The levels that give elements as they are stored, if not all the expert's; others give deltas.
+EXACT: tuple[Level, ...] = ("X20", "X")
+#: The dtypes of tensors that have levels; all others are read from the expert.
+PACKED_DTYPES = ("BF16", "F16", "F32")
+#: Share of a tensor's elements that X20 holds at least: those of the largest |δ|.
+X20_DENSITY = 0.2
+
+
+class TensorContent(NamedTuple):
+    """A tensor and the base's tensor that it is packed against; digests are of their contents.
+
+    Those of all tensors of a pack and its tiers determine the pack's id.
+    """
+
+    name: str
+    base_name: str
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+    base_digest: str
+
+
+@dataclass(frozen=True)
+class PackedTensor:
+    """One tensor in a pack; `digest` and `base_digest` are of its and the base's contents.
+
+    `unit` is the step of tier L0 as float32 (each tier's is a third of the one before),
+    `threshold_bits` the float32 pattern of the least |δ| in X20. Per chunk of CHUNK_ELEMS:
+    `nbytes` uint32 [tiers, chunks] in the order of TIERS, 0 for a chunk that has nothing in a tier;
+    `checksums` uint64 [tiers, chunks], XXH3 of what is stored; `residual_sq` float32
+    [levels, chunks], ‖δ − δ̂‖² rounded up, infinite where a level cannot be used.
+    `start_byte` int64 [tiers]: where the tensor's first chunk lies in each tier's file.
+    """
+
+    name: str
+    base_name: str
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+    base_digest: str
+    unit: float
+    threshold_bits: int
+    nbytes: U32Array
+    checksums: npt.NDArray[np.uint64]
+    residual_sq: F32Array
+    start_byte: I64Array
+
+    @cached_property
+    def frame_starts(self) -> I64Array:
+        """Int64 [tiers, chunks + 1]: where frames lie in each tier's file, and where they end."""
+        import numpy as np
+
+        starts = np.zeros((len(TIERS), self.nbytes.shape[1] + 1), np.int64)
+        np.cumsum(self.nbytes, axis=1, out=starts[:, 1:])
+        return starts + self.start_byte[:, None]
+
+    @property
+    def content(self) -> TensorContent:
+        """What the tensor is made from."""
+        return TensorContent(
+            self.name, self.base_name, self.dtype, self.shape, self.digest, self.base_digest
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PackSource:
+    """A pack that the engine reads: a folder with one file per tier."""
+
+    pack_id: str
+    root: str
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRange:
+    """Elements [start, stop) at one level, whole chunks, for `nbytes` bytes of the pack's files.
+
+    `is_exact`: the operator makes the same of it as of the expert's own elements.
+    """
+
+    start_elem: int
+    stop_elem: int
+    level: Level
+    nbytes: int
+    is_exact: bool
+
+    @property
+    def gives_bits(self) -> bool:
+        """Whether it gives elements as they are stored, if not all the expert's; else deltas."""
+        return self.level in EXACT
+
+
+@dataclass(frozen=True, slots=True)
+class PackedInput:
+    """What is read of a pack in place of an expert's stored elements.
+
+    `pack` indexes `MergePlan.packs`; `tensor` and `unit` are those of the `PackedTensor`.
+    """
+
+    pack: int
+    tensor: str
+    unit: float
+    ranges: tuple[PackedRange, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pack's files that are read."""
+        return sum(r.nbytes for r in self.ranges)
+
+    @property
+    def approximate(self) -> tuple[PackedRange, ...]:
+        """The ranges that give other results than the expert itself."""
+        return tuple(r for r in self.ranges if not r.is_exact)

@@ -1,0 +1,308 @@
+"""What will be read and computed: all that the engine knows, and the identity of its result.
+
+`identity()` of a task covers what determines output bits and nothing else: content digests,
+operator with resolved parameters, covered ranges, dtypes. Trim rules, rescale factors and ranges
+that need no reading follow from these, by another way on another grid: they stay out of ids, but a
+layer is reused only by a plan that obeys the same ones (`LayerTask.action_key`). Paths, block size,
+budget and estimates stay out, so equal work has equal ids wherever and however it was planned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any, cast
+
+from mergepipe_pipeline.digest import digest_json
+from mergepipe_pipeline.domain.blocks import Range, coalesce, total_elems
+from mergepipe_pipeline.domain.pack import CODEC_VERSION, PackedInput, PackSource
+from mergepipe_pipeline.domain.plain import plain
+from mergepipe_pipeline.domain.recipe import Params
+from mergepipe_pipeline.domain.request import AS_WRITTEN, Request
+from mergepipe_pipeline.domain.view import TensorView
+from mergepipe_pipeline.dtypes import itemsize
+
+#: Part of every layer key: raised when the engine or an operator changes its bits.
+ENGINE_VERSION = "4"
+
+
+#: What may be set in a config.json, a JSON value; None takes the key away.
+ConfigValue = int | bool | str | list[Any] | dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint the engine opens, after checking `stamp` against its files."""
+
+    name: str
+    root: str
+    checkpoint_id: str
+    stamp: str
+
+
+@dataclass(frozen=True, slots=True)
+class TrimRule:
+    """Keep |δ| above a threshold, and ties at the threshold up to an element index.
+
+    An element at index e is kept iff bits(|δ_e|) > `threshold_bits`, or equal and e <
+    `tie_stop_elem`. `threshold_bits` is the float32 pattern of the magnitude (order equals
+    magnitude order).
+
+    With `ties_after` the cut is open: besides, the first so many ties of the elements from
+    `tie_stop_elem` to `ties_until_elem` are kept. These are a block: it is read whole or not at
+    all, so the engine finds its ties where it matters. Of a part of it, the first ties of that part
+    would be kept.
+    """
+
+    threshold_bits: int
+    tie_stop_elem: int
+    ties_after: int = 0
+    ties_until_elem: int = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether only a look at the block can say which ties are kept."""
+        return self.ties_after > 0
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertInput:
+    """One expert's part in one output tensor.
+
+    Sources in `view` index `MergePlan.sources`; `position` is the expert's place in the recipe (it
+    addresses random numbers). `covered` are the element ranges where the expert takes part; `read`
+    those fetched of the stored elements: `covered` without blocks whose delta is known to be zero,
+    and without what is `packed`, which comes from a pack. Outside, the expert equals the base. A
+    low-rank view is covered and read in whole or not at all. `trim`, `outliers` and `scale` are
+    tensor-scope facts the operator asked for; what `outliers` keeps is dropped. With `l1` (‖δ‖₁ of
+    the whole tensor), `scale` is a guess: the engine finds the factor that gives what a random drop
+    leaves this norm.
+    """
+
+    position: int
+    view: TensorView
+    digest: str
+    params: Params
+    covered: tuple[Range, ...]
+    read: tuple[Range, ...]
+    trim: TrimRule | None = None
+    outliers: TrimRule | None = None
+    scale: float = 1.0
+    l1: float | None = None
+    packed: PackedInput | None = None
+
+    @property
+    def read_nbytes(self) -> int:
+        """Expert bytes this input fetches."""
+        packed = self.packed.nbytes if self.packed else 0
+        if not self.read:
+            return packed
+        stored = total_elems(self.read) * itemsize(self.view.dtype) if self.view.stored else 0
+        return packed + stored + self.view.low_rank_nbytes
+
+    @property
+    def differing(self) -> tuple[Range, ...]:
+        """The ranges that are read, from wherever; outside, the expert equals the base."""
+        packed = self.packed.ranges if self.packed else ()
+        return coalesce([*self.read, *((r.start_elem, r.stop_elem) for r in packed)])
+
+    @property
+    def fetched(self) -> tuple[Range, ...]:
+        """The ranges that are fetched as the expert has them, from wherever."""
+        if self.packed is None:
+            return self.read
+        exact = [(r.start_elem, r.stop_elem) for r in self.packed.ranges if r.is_exact]
+        return coalesce([*self.read, *exact])
+
+    def identity(self) -> list[Any]:
+        """What determines its part in the output bits, as canonical-JSON material."""
+        own = [self.position, self.digest, self.view.dtype, self.params, self.covered]
+        if self.packed is None or not self.packed.approximate:
+            return own
+        near = [[r.start_elem, r.stop_elem, r.level] for r in self.packed.approximate]
+        return [*own, [CODEC_VERSION, self.packed.unit.hex(), near]]
+
+
+@dataclass(frozen=True, slots=True)
+class BaseInput:
+    """The base's tensor for one output tensor."""
+
+    view: TensorView
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class TensorTask:
+    """One output tensor: `operator` over `experts` on `base`; operator `copy` has no experts.
+
+    `facts` are the numbers of the whole tensor that the operator measured. `reason` says why this
+    operator was chosen where the recipe left it open; it takes no part in the identity.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    out_dtype: str
+    operator: str
+    params: Params
+    seed: int
+    base: BaseInput | None
+    experts: tuple[ExpertInput, ...]
+    facts: tuple[float, ...] = ()
+    reason: str = ""
+
+    @property
+    def out_nbytes(self) -> int:
+        """Bytes of the output tensor."""
+        return prod(self.shape) * itemsize(self.out_dtype)
+
+    @property
+    def variant(self) -> str:
+        """The operator's variant as the plan asks for it, "" if it does not."""
+        return str(dict(self.params).get("variant", ""))
+
+    def identity(self) -> dict[str, Any]:
+        """What determines the output bits of this tensor, as canonical-JSON material."""
+        return {
+            "name": self.name,
+            "shape": self.shape,
+            "out_dtype": self.out_dtype,
+            "operator": self.operator,
+            "params": self.params,
+            "seed": self.seed,
+            "base": self.base and [self.base.digest, self.base.view.dtype],
+            "experts": [e.identity() for e in self.experts],
+            "facts": self.facts,
+        }
+
+
+@dataclass(frozen=True)
+class LayerTask:
+    """One merged layer: its tasks become one safetensors object."""
+
+    name: str
+    tasks: tuple[TensorTask, ...] = field(repr=False)
+
+    @cached_property
+    def layer_key(self) -> str:
+        """64 hex: equal keys mean equal object bytes."""
+        return digest_json([ENGINE_VERSION, self.name, [t.identity() for t in self.tasks]])
+
+    @cached_property
+    def action_key(self) -> str:
+        """The layer key with what the engine obeys besides: the action cache's key.
+
+        A wrong fact gives a wrong layer, which right facts must not find.
+        """
+        obeyed = [
+            [
+                e.fetched,
+                *(r and astuple(r) for r in (e.trim, e.outliers)),
+                e.scale.hex(),
+                repr(e.l1),
+            ]
+            for t in self.tasks
+            for e in t.experts
+        ]
+        return f"{self.layer_key}.{digest_json(obeyed)[:16]}"
+
+    @property
+    def expert_bytes_planned(self) -> int:
+        """Expert bytes this layer reads when it is executed."""
+        return sum(e.read_nbytes for t in self.tasks for e in t.experts)
+
+    @property
+    def base_nbytes(self) -> int:
+        """Bytes of the base's tensors of this layer."""
+        return sum(t.base.view.nbytes for t in self.tasks if t.base)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimates:
+    """What the planner knew and promised; takes no part in any id.
+
+    `error_bound` bounds the L2 norm of (merged under this plan − merged in full), before the cast
+    on write; None where no bound is known (then `bound_note` says why). `predicted_error` estimates
+    that norm, give or take `predicted_margin` (None: not stated), and `update_norm` that of (merged
+    in full − base), of which `update_note` says where it is not known why. `reads` are runs of
+    blocks that lie together; `seek_nbytes` is what each was taken to cost besides its bytes.
+    `ranking` is the strategy whose list was followed: `strategy` itself (so too if None), or one
+    that it found better here. Of the bytes that are read, `expert_bytes_packed` come from packs, of
+    which blocks of `pack_block_elems` elements have a level each (0: of no packs).
+    """
+
+    budget_bytes: int | None
+    strategy: str
+    block_elems: int
+    expert_bytes_total: int
+    expert_bytes_planned: int
+    blocks_total: int
+    blocks_bought: int
+    blocks_zero: int
+    reads: int
+    error_bound: float | None
+    bound_note: str
+    predicted_error: float | None
+    predicted_margin: float | None
+    update_norm: float | None
+    seek_nbytes: int = 0
+    ranking: str | None = None
+    expert_bytes_packed: int = 0
+    pack_block_elems: int = 0
+    update_note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SideFiles:
+    """What stands beside the merged weights: files of source `template`, and what changes in them.
+
+    `config` are (dotted key, value) to set in config.json; `files` are (name, base64 text) that
+    replace the template's tokenizer files (None: they are copied).
+    """
+
+    template: int
+    config: tuple[tuple[str, ConfigValue], ...] = ()
+    files: tuple[tuple[str, str], ...] | None = None
+
+
+@dataclass(frozen=True)
+class MergePlan:
+    """Everything the engine needs for one merge; `plan_id` names the result it determines."""
+
+    recipe_name: str
+    recipe_text: str
+    method: str
+    sources: tuple[Source, ...]
+    roles: tuple[str, ...]  # "base" or "expert", one per source
+    layers: tuple[LayerTask, ...]
+    side: SideFiles
+    estimates: Estimates
+    ref: str
+    warnings: tuple[str, ...] = ()
+    request: Request = AS_WRITTEN
+    packs: tuple[PackSource, ...] = ()
+
+    @cached_property
+    def plan_id(self) -> str:
+        """64 hex over the layer keys and the side files' owner; equal ids, equal merged weights."""
+        keys = [lay.layer_key for lay in self.layers]
+        return digest_json([ENGINE_VERSION, self.method, keys, self.side.config, self.side.files])
+
+    @property
+    def plan_digest(self) -> str:
+        """The plan's digest π, as the paper calls it: the same as `plan_id`."""
+        return self.plan_id
+
+    @property
+    def base_nbytes(self) -> int:
+        """Bytes of the base's tensors."""
+        return sum(layer.base_nbytes for layer in self.layers)
+
+    @property
+    def read_nbytes(self) -> int:
+        """Bytes that are read if no layer is reused, the base's included."""
+        return self.base_nbytes + self.estimates.expert_bytes_planned
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON material; `plan_json.plan_from_json` gives an equal plan back."""
+        return cast("dict[str, Any]", plain(self))

@@ -1,0 +1,59 @@
+"""How a merge was asked for: all that the recipe's text leaves open, so that it can be replayed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mergepipe_pipeline.domain.selector import Selected
+
+
+@dataclass(frozen=True, slots=True)
+class RequestedModel:
+    """What a model text of a recipe, with its revision, stood for: a checkpoint and its content.
+
+    `text` is the model's or the adapter's part of a reference (the whole reference where a folder
+    has that name).
+    """
+
+    text: str
+    name: str
+    root: str
+    checkpoint_id: str
+    content_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What overruled the recipe (None: nothing did), and the models of all stages.
+
+    `budget` is an amount as in recipes, `block_elems` elements of a block; with `no_packs` the
+    originals were read although there were packs. `packs` are the ids of those that there were, of
+    all stages. `selected` says which models the recipe's selectors stood for. What is `left_out`,
+    by the names of checkpoints, took no part. With `lenient` the recipe may hold what mergekit
+    ignores; of `copies_tokenizer` and `truncates` see `ParsedRecipe`. No id covers it.
+    """
+
+    budget: str | None = None
+    strategy: str | None = None
+    block_elems: int | None = None
+    models: tuple[RequestedModel, ...] = ()
+    no_packs: bool = False
+    packs: tuple[str, ...] = ()
+    selected: tuple[Selected, ...] = ()
+    left_out: tuple[str, ...] = ()
+    lenient: bool = False
+    copies_tokenizer: bool = True
+    truncates: bool = False
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> Request:
+        """The request of which `value` is the `asdict`."""
+        models = tuple(RequestedModel(**m) for m in value["models"])
+        texts = {key: tuple(value.get(key, ())) for key in ("packs", "left_out")}
+        selected = tuple(map(Selected.from_json, value.get("selected", ())))
+        return Request(**{**value, "models": models, "selected": selected, **texts})
+
+
+#: Nothing overrules the recipe, no model is known yet.
+AS_WRITTEN = Request()

@@ -1,0 +1,134 @@
+"""What was published: a manifest that names every byte, and refs that name manifests.
+
+The manifest is the snapshot: its digest is the snapshot's id. Recipe text, budget, time, host and
+realised cost go to `provenance.json`, which no id covers: two ways to ask for the same result name
+it alike.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from mergepipe_pipeline.digest import digest_json
+from mergepipe_pipeline.domain.plan import MergePlan
+
+#: The file of a snapshot that names every other one.
+MANIFEST = "manifest.json"
+#: The one that tells how it came about, which no id covers.
+PROVENANCE = "provenance.json"
+MANIFEST_FORMAT = "mergepipe-manifest/2"
+
+#: Operator, its variant ("" for none), number of output tensors.
+OperatorCount = tuple[str, str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardEntry:
+    """One weight file of a snapshot: a merged layer and the content-addressed object it links to.
+
+    `tensors` are (name, SHA-256 of the file up to that tensor's end), in file order.
+    """
+
+    file: str
+    layer: str
+    layer_key: str
+    sha256: str
+    nbytes: int
+    tensors: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SideFile:
+    """One other file of a snapshot (config, tokenizer, index, card, recipe)."""
+
+    file: str
+    sha256: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LineageEntry:
+    """One input checkpoint: its role, its name, the digest of its tensors' digests."""
+
+    role: str  # "base" or "expert"
+    name: str
+    content_sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The identity of a snapshot: same inputs, same manifest, same id.
+
+    `operators` count the output tensors by what made them; `copy` took them as they are.
+    """
+
+    plan_id: str
+    method: str
+    inputs: tuple[LineageEntry, ...]
+    operators: tuple[OperatorCount, ...]
+    shards: tuple[ShardEntry, ...]
+    side_files: tuple[SideFile, ...]
+    format: str = MANIFEST_FORMAT
+
+    @cached_property
+    def manifest_hash(self) -> str:
+        """64 hex over the whole manifest."""
+        return digest_json(self.to_json())
+
+    @property
+    def snapshot_id(self) -> str:
+        """The first 32 hex characters of `manifest_hash`: the name of the snapshot's folder."""
+        return self.manifest_hash[:32]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON material; `from_json` gives an equal manifest back."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> Manifest:
+        """The manifest stored by `to_json`."""
+        return Manifest(
+            **{
+                **value,
+                "inputs": tuple(LineageEntry(**v) for v in value["inputs"]),
+                "operators": tuple((name, variant, n) for name, variant, n in value["operators"]),
+                "shards": tuple(
+                    ShardEntry(**{**v, "tensors": tuple(tuple(t) for t in v["tensors"])})
+                    for v in value["shards"]
+                ),
+                "side_files": tuple(SideFile(**v) for v in value["side_files"]),
+            },
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A published snapshot: its id, its folder, its manifest."""
+
+    snapshot_id: str
+    path: str
+    manifest: Manifest
+
+    @property
+    def manifest_path(self) -> str:
+        """The file that holds the manifest."""
+        return f"{self.path}/{MANIFEST}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """Version `number` of the ref `name`: the snapshot it names, and a free-text reason."""
+
+    name: str
+    number: int
+    snapshot_id: str
+    reason: str
+
+
+def operator_counts(plan: MergePlan) -> tuple[OperatorCount, ...]:
+    """How many output tensors each operator makes, by name and variant (empty: none)."""
+    counts = Counter((task.operator, task.variant) for layer in plan.layers for task in layer.tasks)
+    return tuple((*which, n) for which, n in sorted(counts.items()))

@@ -1,0 +1,162 @@
+"""Whether a checkpoint's numbers mean something only together: codes with scales, or factors.
+
+Both what config.json says and what the tensors are decide. Codes and factors may be copied, never
+computed with. Sources: the quantisers of transformers 5 and the formats of compressed-tensors,
+GPTQ, AWQ, bitsandbytes, MLX and modelopt; LoRA files of kohya, diffusers and LyCORIS.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mergepipe_pipeline.domain.layers import is_buffer
+
+
+@dataclass(frozen=True, slots=True)
+class StoredForm:
+    """How weights are stored that are no plain numbers; `step` says how to get plain ones.
+
+    `settings` is what config.json says of it, {} where it says nothing. `coded` are the tensors
+    whose numbers mean something only together.
+    """
+
+    name: str
+    step: str
+    settings: Mapping[str, Any] = field(compare=False)
+    coded: frozenset[str] = field(repr=False)
+
+    @property
+    def example(self) -> str:
+        """The first name of a tensor that is stored so."""
+        return min(self.coded)
+
+
+#: The keys of a config under which quantisers write; a text part may repeat the first.
+CONFIG_KEYS = ("quantization_config", "compression_config", "quantization")
+_NAMES = {
+    "awq": "AWQ",
+    "bitsandbytes": "bitsandbytes",
+    "compressed-tensors": "compressed-tensors",
+    "fbgemm_fp8": "fp8 with a scale per row",
+    "fp8": "fp8 in blocks",
+    "gptq": "GPTQ",
+    "modelopt": "modelopt",
+    "mxfp4": "MXFP4",
+}
+#: What makes plain numbers in transformers 5, by the method that the config names.
+_DEQUANTISERS = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
+_CODE_DTYPES = re.compile(r"[IU]\d|F8_")
+#: Last parts of names of what belongs to codes, in the spellings of their writers.
+_COMPANION = re.compile(
+    r"(?:(?:_?q?weight|input|output|activation|\w+_proj|w\d)_)?(?:global_)?"
+    r"(?:q?scales?(?:_inv|_2|_weight)?|scale_weight|zero_points?|zeros?)"
+    r"|weight\.(?:absmax|quant_map|nested_\w+|quant_state\..+|_\w+|.*scale.*)"
+    r"|weight_(?:packed|shape|g_idx|format)|qweight|qzeros|g_idx|SCB|absmax|biases|codebooks?"
+    r"|centroids|W_q|meta|\w+_(?:blocks|scales)"
+)
+#: Of these the codes are named so, whatever companions they have.
+_CODES = re.compile(r"weight|qweight|weight_packed|_weight_qdata|W_q|\w+_blocks")
+#: Integers that count or point, and code nothing.
+_COUNTS = re.compile(r"num_batches_tracked|\w*_(?:index|ids|positions)")
+_LEAF = re.compile(r"(?:^|\.)(weight\.(?!.*\bweight\b).+|[^.]+)$")
+_FACTOR = re.compile(
+    r"(?:^|[._])(?:lora[._](?:[ABab]|up|down|mid)|lora_embedding_[AB]|lora_magnitude_vector"
+    r"|lora_linear_layer|hada_(?:w[12]_[ab]|t[12])|lokr_(?:w[12](?:_[ab])?|t2)|oft_(?:blocks|diag)"
+    r"|dora_scale|ia3_l|vera_lambda_[bd])(?:[._]|$)"
+)
+
+
+def stored_form(dtypes: Mapping[str, str], config: str | None) -> StoredForm | None:
+    """The form of a whole checkpoint; None for plain numbers.
+
+    `dtypes` are the safetensors codes of its tensors by name, `config` the text of its config.json.
+    """
+    factors = [name for name in dtypes if _FACTOR.search(name)]
+    if factors:
+        return StoredForm(
+            f"{_writer(factors[0])} factors of an adapter",
+            "give the base with the adapter merged into it by the library that wrote it (PEFT: "
+            "`merge_and_unload()`, then `save_pretrained`), or the adapter as a PEFT folder with "
+            "adapter_config.json",
+            {},
+            frozenset(dtypes),
+        )
+    settings = quantisation_of(config)
+    coded = frozenset(_coded(dtypes, is_said=bool(settings)))
+    if not coded:
+        return None
+    return StoredForm(_form_name(settings, coded, dtypes), _step(settings), settings, coded)
+
+
+def quantisation_of(config: str | None) -> Mapping[str, Any]:
+    """What a config.json says of how its weights were quantised; {} where it says nothing."""
+    stated: dict[str, Any] = json.loads(config or "{}")
+    text = stated.get("text_config")
+    for part in (stated, text if isinstance(text, dict) else {}):
+        for key in CONFIG_KEYS:
+            if isinstance(part.get(key), dict) and part[key]:
+                return dict(part[key])
+    return {}
+
+
+def _coded(dtypes: Mapping[str, str], *, is_said: bool) -> Iterator[str]:
+    """The names of codes and of what belongs to them; `is_said`: the config says that there are."""
+    modules: dict[str, dict[str, str]] = {}
+    for name in dtypes:
+        leaf = _LEAF.search(name)
+        if leaf is not None and not is_buffer(name) and not _COUNTS.fullmatch(leaf[1]):
+            modules.setdefault(name[: leaf.start(1)], {})[leaf[1]] = name
+    for members in modules.values():
+        codes = [leaf for leaf, name in members.items() if _CODE_DTYPES.match(dtypes[name])]
+        companions = [leaf for leaf in members if _COMPANION.fullmatch(leaf)]
+        if is_said and companions and not codes and "weight" in members:
+            codes = ["weight"]  # rounded to codes, and stored in a wider type
+        integers = [c for c in codes if not dtypes[members[c]].startswith("F8_")]
+        if codes and (companions or is_said or any(map(_CODES.fullmatch, integers))):
+            yield from (members[leaf] for leaf in {*codes, *companions})
+
+
+def _writer(name: str) -> str:
+    if "lora_down" in name or "lora_up" in name:
+        return "kohya's"
+    return "LyCORIS'" if "hada_" in name or "lokr_" in name else "the"
+
+
+def _form_name(settings: Mapping[str, Any], coded: Iterable[str], dtypes: Mapping[str, str]) -> str:
+    """The form by what the config says, else by how its tensors are named."""
+    method = settings.get("quant_method")
+    if method == "compressed-tensors" or (method is None and "config_groups" in settings):
+        return f"compressed-tensors ({settings.get('format', 'codes')})"
+    if method is not None:
+        return _NAMES.get(str(method), str(method))
+    names, kinds = " ".join(coded), {dtypes[name] for name in coded}
+    if "weight_packed" in names:
+        return "compressed-tensors"
+    if "qzeros" in names:
+        return "GPTQ or AWQ"
+    if "quant_state" in names or "absmax" in names or ".SCB" in names:
+        return "bitsandbytes"
+    if "_blocks" in names:
+        return "MXFP4"
+    if ".biases" in names:
+        return "MLX's quantisation"
+    if any(kind.startswith("F8_") for kind in kinds):
+        return "NVFP4" if "weight_scale_2" in names else "fp8 with scales"
+    return "integer codes"
+
+
+def _step(settings: Mapping[str, Any]) -> str:
+    step = "merge the model that it was made from, the one in bfloat16, float16 or float32"
+    dequantiser = _DEQUANTISERS.get(str(settings.get("quant_method")))
+    if dequantiser is None:
+        return step
+    # What it saves by default is quantised again.
+    return (
+        f"{step}; or write plain numbers: `AutoModelForCausalLM.from_pretrained(FOLDER, "
+        f"quantization_config={dequantiser}(dequantize=True))"
+        ".save_pretrained(NEW, save_original_format=False)`"
+    )

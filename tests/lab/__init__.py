@@ -1,0 +1,1 @@
+"""Long measurements and campaigns that no suite waits for: benchmarks, torture, the soak."""

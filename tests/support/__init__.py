@@ -1,0 +1,1 @@
+"""What several suites share: families of models, oracles, processes and clusters."""
