@@ -19,8 +19,8 @@ from mergepipe_pipeline.domain.plan import MergePlan, Source
 from mergepipe_pipeline.domain.snapshot import PROVENANCE
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.remote.address import HUB, parse_address
+from mergepipe_pipeline.remote.hub_cache import hub_name
 from mergepipe_pipeline.snapshots.model_folder import STATED
-from mergepipe_pipeline.storage.hub_cache import hub_name
 from mergepipe_pipeline.storage.side_files import CARD
 from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.warehouse import Warehouse

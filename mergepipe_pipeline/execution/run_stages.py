@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.execution.plan_leases import lease_until_exit
 from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
-from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: The plan of one stage over the results of those before it, by name.

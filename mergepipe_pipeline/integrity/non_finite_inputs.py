@@ -7,12 +7,12 @@ from contextlib import suppress
 
 import numpy as np
 
+from mergepipe_pipeline.checkpoints.finite import count_non_finite
 from mergepipe_pipeline.domain.checkpoint import TensorEntry
 from mergepipe_pipeline.domain.plan import MergePlan, TensorTask
 from mergepipe_pipeline.domain.view import Part
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.remote.address import is_address
-from mergepipe_pipeline.storage.finite import count_non_finite
 from mergepipe_pipeline.storage.source import open_source
 
 #: A multiple of every element's size.

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mergepipe_pipeline.checkpoints.finite import non_finite as non_finite_of_file
+from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.digest import seal, unseal
 from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.domain.snapshot import Snapshot
@@ -15,8 +17,6 @@ from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.integrity.non_finite_inputs import non_finite_inputs
 from mergepipe_pipeline.snapshots.checks import Checked, verify_snapshot
 from mergepipe_pipeline.storage.atomic import write_atomic
-from mergepipe_pipeline.storage.finite import non_finite as non_finite_of_file
-from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.text import listed
 from mergepipe_pipeline.warehouse import Warehouse
 

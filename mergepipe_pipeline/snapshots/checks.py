@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from mergepipe_pipeline.checkpoints.header import LENGTH_NBYTES, header_nbytes, parse_header
 from mergepipe_pipeline.digest import new_hash, sha256_hex, unseal
 from mergepipe_pipeline.domain.snapshot import MANIFEST, PROVENANCE, ShardEntry, Snapshot
 from mergepipe_pipeline.errors import CheckpointError, CorruptionError
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.snapshots.find import files_below, read_manifest
 from mergepipe_pipeline.snapshots.model_folder import RECIPE_FILE, has_own_card
-from mergepipe_pipeline.storage.header import LENGTH_NBYTES, header_nbytes, parse_header
 from mergepipe_pipeline.storage.side_files import CARD
 
 _CHUNK_NBYTES = 1 << 22

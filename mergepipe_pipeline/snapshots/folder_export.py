@@ -14,6 +14,7 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
+from mergepipe_pipeline.checkpoints.open_checkpoint import INDEX
 from mergepipe_pipeline.digest import seal, sha256_hex, unseal
 from mergepipe_pipeline.domain.snapshot import MANIFEST, PROVENANCE, Snapshot
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
@@ -30,7 +31,6 @@ from mergepipe_pipeline.storage.atomic import (
 )
 from mergepipe_pipeline.storage.hashing import file_sha256
 from mergepipe_pipeline.storage.locks import locked_there, probed
-from mergepipe_pipeline.storage.open_checkpoint import INDEX
 from mergepipe_pipeline.storage.permissions import make_removable
 from mergepipe_pipeline.storage.side_files import CARD
 from mergepipe_pipeline.text import listed

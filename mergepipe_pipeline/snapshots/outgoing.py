@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mergepipe_pipeline.checkpoints.open_checkpoint import INDEX
 from mergepipe_pipeline.digest import seal, sha256_hex
 from mergepipe_pipeline.domain.snapshot import MANIFEST, PROVENANCE, Manifest, Snapshot
 from mergepipe_pipeline.remote.outgoing import OutgoingFile
 from mergepipe_pipeline.snapshots.folder_export import exported_provenance, recipe_of
 from mergepipe_pipeline.snapshots.model_folder import RECIPE_FILE, exported_card, has_own_card
-from mergepipe_pipeline.storage.open_checkpoint import INDEX
 from mergepipe_pipeline.storage.side_files import CARD, CONFIG
 
 #: What readers open first, in the order in which it is made.

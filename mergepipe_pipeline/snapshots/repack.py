@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from mergepipe_pipeline.checkpoints.open_checkpoint import INDEX, open_checkpoint
+from mergepipe_pipeline.checkpoints.reader import BlockReader
+from mergepipe_pipeline.checkpoints.writer import ShardWriter
 from mergepipe_pipeline.digest import sha256_hex
 from mergepipe_pipeline.domain.checkpoint import TensorEntry
 from mergepipe_pipeline.domain.snapshot import Manifest, ShardEntry, SideFile, Snapshot
@@ -15,10 +18,7 @@ from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.snapshots.model_folder import index_json, shard_name
 from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.storage.hashing import file_sha256
-from mergepipe_pipeline.storage.open_checkpoint import INDEX, open_checkpoint
-from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.source import open_source
-from mergepipe_pipeline.storage.writer import ShardWriter
 
 _SINGLE = "model.safetensors"
 _PIECE_ELEMS = 1 << 22

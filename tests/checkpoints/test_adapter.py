@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+from mergepipe_pipeline.checkpoints.adapter import adapter_views, delta_views
+from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.domain.view import LowRank
 from mergepipe_pipeline.errors import CheckpointError
-from mergepipe_pipeline.storage.adapter import adapter_views, delta_views
-from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
-from tests.storage.adapters import BASE, Q, Shapes, adapter, pair, used, value
+from tests.checkpoints.adapters import BASE, Q, Shapes, adapter, pair, used, value
 
 
 @pytest.mark.parametrize("module", [Q, Q.removeprefix("model."), "language." + Q])

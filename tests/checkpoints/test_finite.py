@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from mergepipe_pipeline.checkpoints import finite
+from mergepipe_pipeline.checkpoints.finite import count_non_finite, non_finite
 from mergepipe_pipeline.errors import IncompleteCheckpointError
-from mergepipe_pipeline.storage import finite
-from mergepipe_pipeline.storage.finite import count_non_finite, non_finite
 
 #: Every bit pattern of 16 and of 8 bits.
 BITS = {2: torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16), 1: torch.arange(256).byte()}

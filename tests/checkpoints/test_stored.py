@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.checkpoints.reader import BlockReader
+from mergepipe_pipeline.checkpoints.stored import as_float32, read_stored
 from mergepipe_pipeline.domain.view import LowRank, TensorView, cropped, moved
 from mergepipe_pipeline.errors import BudgetError
-from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.source import open_source
-from mergepipe_pipeline.tensors.stored import as_float32, read_stored
+from tests.checkpoints.readers import CountingReader, opened
 from tests.support.kinds import Kinds, make_kinds
 from tests.support.stored import Floats, gathered
-from tests.tensors.readers import CountingReader, opened
 
 COLS = 25
 

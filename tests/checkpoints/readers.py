@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+from mergepipe_pipeline.checkpoints.reader import BlockReader
 from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
-from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.source import open_source
 
 

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from mergepipe_pipeline.arrays import F32Array, U8Array, U16Array
+from mergepipe_pipeline.checkpoints.low_rank import AdapterUpdate
+from mergepipe_pipeline.checkpoints.stored import Readers, Verify, read_stored, typed
 from mergepipe_pipeline.domain.blocks import Range, clip, coalesce
 from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import CorruptionError, DamagedPackError
-from mergepipe_pipeline.tensors.low_rank import AdapterUpdate
-from mergepipe_pipeline.tensors.stored import Readers, read_stored, typed
-from mergepipe_pipeline.tensors.verified import Verify
 
 if TYPE_CHECKING:
     import torch

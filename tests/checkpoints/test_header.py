@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 from safetensors.torch import save_file
 
+from mergepipe_pipeline.checkpoints.header import build_header, header_nbytes, parse_header
+from mergepipe_pipeline.checkpoints.writer import ShardWriter
 from mergepipe_pipeline.domain.checkpoint import TensorEntry
 from mergepipe_pipeline.errors import CheckpointError, IncompleteCheckpointError
-from mergepipe_pipeline.storage.header import build_header, header_nbytes, parse_header
-from mergepipe_pipeline.storage.writer import ShardWriter
 from tests.storage.files import described, raw_file
 
 TORCH = {

@@ -11,10 +11,10 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from mergepipe_pipeline.checkpoints.adapter_config import AdapterConfig
 from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.domain.tensor_names import any_version, plain_name
 from mergepipe_pipeline.errors import CheckpointError
-from mergepipe_pipeline.storage.adapter_config import AdapterConfig
 
 #: Roles of stored tensors beside the factors A, B, embedding_A and embedding_B.
 WHOLE, MAGNITUDE, TOKENS = "whole", "magnitude_vector", "trainable_tokens_delta"

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from mergepipe_pipeline.arrays import U8Array
+from mergepipe_pipeline.checkpoints.header import LENGTH_NBYTES, header_nbytes, parse_header
 from mergepipe_pipeline.domain.checkpoint import TensorEntry
-from mergepipe_pipeline.storage.header import LENGTH_NBYTES, header_nbytes, parse_header
 
 #: Per dtype its bits as an unsigned integer, and the least that is not finite without the sign:
 #: an exponent of ones; float8_e4m3fn has no infinity, and one NaN.

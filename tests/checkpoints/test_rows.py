@@ -12,15 +12,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.checkpoints.low_rank import AdapterUpdate, open_update
+from mergepipe_pipeline.checkpoints.rows import BaseRow, ExpertRow
 from mergepipe_pipeline.domain.blocks import Range, coalesce
 from mergepipe_pipeline.domain.plan import ExpertInput
 from mergepipe_pipeline.domain.view import TensorView, view_of
 from mergepipe_pipeline.dtypes import itemsize
-from mergepipe_pipeline.tensors.low_rank import AdapterUpdate, open_update
-from mergepipe_pipeline.tensors.rows import BaseRow, ExpertRow
+from tests.checkpoints.readers import CountingReader, opened
 from tests.support.kinds import KINDS, Kind, Kinds, make_kinds, random_cuts
 from tests.support.stored import Floats, decode, encode, low_rank_of, write
-from tests.tensors.readers import CountingReader, opened
 
 Ranges = tuple[Range, ...]
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.checkpoints.adapter import adapter_views
+from mergepipe_pipeline.checkpoints.adapter_config import parse_adapter_config
 from mergepipe_pipeline.errors import CheckpointError
-from mergepipe_pipeline.storage.adapter import adapter_views
-from mergepipe_pipeline.storage.adapter_config import parse_adapter_config
-from tests.storage.adapters import BASE, Q, adapter, pair
+from tests.checkpoints.adapters import BASE, Q, adapter, pair
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
+from mergepipe_pipeline.checkpoints.reader import BlockReader, Tally
 from mergepipe_pipeline.errors import (
     BudgetError,
     CheckpointChangedError,
     CheckpointError,
     MergePipeError,
 )
-from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
-from mergepipe_pipeline.storage.reader import BlockReader, Tally
 from mergepipe_pipeline.storage.source import LocalSource
 from tests.storage.files import sharded
 

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mergepipe_pipeline.checkpoints.stored import Readers, Verifier, as_float32, read_stored
 from mergepipe_pipeline.concurrency.threads import single_threaded_torch
 from mergepipe_pipeline.domain.segments import KnownSegments
 from mergepipe_pipeline.domain.view import LowRank, Part, RowValues, Update, view_of
-from mergepipe_pipeline.tensors.stored import Readers, as_float32, read_stored
-from mergepipe_pipeline.tensors.verified import Verifier
 
 if TYPE_CHECKING:
     import torch

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 from torch import nn
 
+from mergepipe_pipeline.checkpoints.adapter import adapter_views
+from mergepipe_pipeline.checkpoints.adapter_config import parse_adapter_config
+from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.errors import CheckpointError
-from mergepipe_pipeline.storage.adapter import adapter_views
-from mergepipe_pipeline.storage.adapter_config import parse_adapter_config
-from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
-from tests.storage.adapters import PLAIN, Shapes, used, value
+from tests.checkpoints.adapters import PLAIN, Shapes, used, value
 
 pytest.importorskip("peft")
 

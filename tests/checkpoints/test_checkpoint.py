@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from mergepipe_pipeline.checkpoints.open_checkpoint import is_complete, open_checkpoint
 from mergepipe_pipeline.errors import CheckpointError, IncompleteCheckpointError
-from mergepipe_pipeline.storage.open_checkpoint import is_complete, open_checkpoint
 from tests.storage.files import described, raw_file, sharded, write_index
 
 ONE = "model-00001-of-00002.safetensors"

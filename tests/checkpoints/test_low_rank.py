@@ -17,12 +17,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.checkpoints import low_rank
+from mergepipe_pipeline.checkpoints.low_rank import LowRankUpdate
 from mergepipe_pipeline.domain.view import LowRank
-from mergepipe_pipeline.tensors import low_rank
-from mergepipe_pipeline.tensors.low_rank import LowRankUpdate
+from tests.checkpoints.readers import CountingReader, opened
 from tests.support.kinds import random_cuts
 from tests.support.stored import Stored, encode, low_rank_of, update_of, write
-from tests.tensors.readers import CountingReader, opened
 
 Factors = dict[str, Stored]
 

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.checkpoints.header import header_nbytes, parse_header
+from mergepipe_pipeline.checkpoints.writer import ShardWriter
 from mergepipe_pipeline.errors import CorruptionError, StorageFullError
-from mergepipe_pipeline.storage.header import header_nbytes, parse_header
-from mergepipe_pipeline.storage.writer import ShardWriter
 
 TENSORS = [("b", "F32", (3,)), ("a", "F32", (2, 2)), ("e", "F32", (0,)), ("z", "I8", (5,))]
 NBYTES = 12 + 16 + 5

@@ -12,13 +12,13 @@ from math import prod
 from pathlib import Path
 from typing import TypeVar
 
+from mergepipe_pipeline.checkpoints.header import Described, build_header, parse_header
 from mergepipe_pipeline.digest import new_hash
 from mergepipe_pipeline.domain.checkpoint import TensorEntry
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import CorruptionError, StorageFullError
 from mergepipe_pipeline.storage.atomic import FULL
 from mergepipe_pipeline.storage.direct import DirectFile
-from mergepipe_pipeline.storage.header import Described, build_header, parse_header
 
 T = TypeVar("T")
 
