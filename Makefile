@@ -12,16 +12,18 @@ BENCH_PEER ?= --peer
 BENCH_ROWS ?= bench/rows.jsonl
 BENCH_RESULTS ?= bench/RESULTS.md
 TORTURE ?= all
+PYTEST := $(BIN)/pytest -n 3 --dist worksteal -q --durations=25
 
 # Each process that a test starts would compile the whole program again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo ui test lint types kernels layers pytest bench torture soak clean-demo
+.PHONY: help venv demo ui test test-all test-long lint types kernels layers bench torture soak clean-demo
 
 help:
 	@echo "make demo    train a small family, land it, merge under budgets, print the table"
 	@echo "make ui      Dagster UI on 127.0.0.1:$(UI_PORT) with the demo's warehouse"
-	@echo "make test    lint, types, layers and all tests"
+	@echo "make test    lint, types, layers and the tests (6 minutes)"
+	@echo "make test-all  and parity by random recipes, real daemons, the browser (20 minutes)"
 	@echo "make torture faults, kills, rot, hostile inputs, lying servers and more, long (over an hour)"
 	@echo "make soak    a real daemon through a seeded month of events (10 minutes)"
 	@echo "make bench   merges against the disk and mergekit, cold: $(BENCH_RESULTS)"
@@ -47,7 +49,13 @@ ui: venv
 
 test: venv lint
 	$(MAKE) -j 2 types kernels
-	$(MAKE) layers pytest
+	$(MAKE) layers
+	HYPOTHESIS_PROFILE=quick $(PYTEST) -m "not long"
+
+test-all: test test-long
+
+test-long: venv
+	$(PYTEST) -m long
 
 lint: venv
 	$(BIN)/ruff check .
@@ -62,9 +70,6 @@ kernels: venv
 
 layers: venv
 	$(BIN)/lint-imports
-
-pytest: venv
-	$(BIN)/pytest -n 3 --dist worksteal -q
 
 bench: venv
 	mkdir -p bench

@@ -29,6 +29,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 _COMMON: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("default", max_examples=25, **_COMMON)
+settings.register_profile("quick", max_examples=8, **_COMMON)
 settings.register_profile("nightly", max_examples=1000, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
@@ -43,8 +44,43 @@ _MEMORY = Path("/dev/shm")
 _HAS_MEMORY = os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > 4 << 30
 
 
+#: What `make test` leaves to `make test-all`: comparisons with other programs by random recipes,
+#: real daemons, browsers, long campaigns.
+LONG = (
+    "dagster_layer/test_attempts.py",
+    "dagster_layer/test_celery.py",
+    "dagster_layer/test_commands.py",
+    "dagster_layer/test_daemon.py",
+    "dagster_layer/test_nightly.py",
+    "dagster_layer/test_outages.py",
+    "dagster_layer/test_postgres.py",
+    "dagster_layer/test_recovery.py",
+    "dagster_layer/test_reload.py",
+    "dagster_layer/test_searches.py",
+    "dagster_layer/test_turns.py",
+    "docs/test_examples.py",
+    "drawn",
+    "evaluation/test_harness.py",
+    "foreign",
+    "lab",
+    "optimise/test_proposers.py",
+    "parity",
+    "peer",
+    "published",
+    "recipe/test_mergekit_plan.py",
+    "search/test_interruptions.py",
+    "tokenizer/test_mergekit.py",
+    "ui",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give tests that wait to one worker, which begins with them, and the cores to the others."""
+    """Mark what is long, and give tests that wait to one worker, which begins with them."""
+    here = Path(__file__).parent
+    long = [here / name for name in LONG]
+    for item in items:
+        if any(item.path.is_relative_to(path) for path in long):
+            item.add_marker("long")
     items.sort(key=lambda item: "waits" not in item.keywords)
     # As the program does itself. Looking for cycles among the suite takes a twelfth of its time.
     gc.set_threshold(100_000)

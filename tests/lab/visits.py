@@ -42,7 +42,7 @@ class Place:
 
 @dataclass
 class House:
-    """The functions of all modules, what names mean in each, and the floor of each module's room."""
+    """The functions of all modules, what names mean in each, and each module's floor."""
 
     functions: dict[Place, Function] = field(default_factory=dict)
     methods: dict[str, list[Place]] = field(default_factory=lambda: defaultdict(list))

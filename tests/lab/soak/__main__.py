@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.lab.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--short", action="store_true", help="one round, as in `make test`")
+    parser.add_argument("--short", action="store_true", help="one round, as in `make test-all`")
     parser.add_argument(
         "--only", default="", help="events whose name contains one of these, by comma; again and "
         "again until the time is over"

@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.lab.torture", description=__doc__)
     parser.add_argument("campaigns", nargs="*", metavar="CAMPAIGN", default=list(CAMPAIGNS))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--short", action="store_true", help="a sample, for `make test`")
+    parser.add_argument("--short", action="store_true", help="a sample, for `make test-all`")
     parser.add_argument("--jobs", type=int, default=2, help="processes at once")
     parser.add_argument("--minutes", type=float, default=60.0, help="most for one campaign")
     parser.add_argument("--only", default="", help="tries whose description contains this")
