@@ -21,10 +21,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """A decision about one content of an expert: kept out, or not any more, when, by whom and why.
-
-    `by` is empty in a decision of an earlier version.
-    """
+    """A decision about one content of an expert: kept out or let in, when, by whom and why."""
 
     name: str
     content: str
@@ -55,8 +52,8 @@ def quarantine_of(
 ) -> Quarantine | None:
     """Why a checkpoint (by default the registered one) is kept out under this name; None if not.
 
-    None if its content is not indexed yet. Raises
-    CorruptionError where a decision about the name cannot be read.
+    None if its content is not indexed yet. Raises CorruptionError where a decision about the name
+    cannot be read.
     """
     decided = _decisions(warehouse, name)
     catalog = warehouse.catalog

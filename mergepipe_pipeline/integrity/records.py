@@ -5,8 +5,6 @@ Seals hold, names say what is inside, chains have no gap. No weight is read.
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import time
 from collections.abc import Collection, Iterator
@@ -54,19 +52,10 @@ def verify_structure(warehouse: Warehouse, audit: Auditor) -> None:
     _verify_chains(warehouse.refs_dir, {"snapshot_id", "reason"}, audit)
     decisions = {"content", "reason", "decided", "is_kept_out"}
     _verify_chains(warehouse.quarantined_dir, decisions, audit)
-    older = 0
     for path in _files(warehouse.plans, "*.json"):
-        if _is_older_plan(path):
-            older += 1
-            continue
         audit.check("structure", path, partial(load_plan, warehouse, path.stem), is_derivable=True)
     for path in _files(warehouse.actions_dir, "*.json"):
-        if _SHA256.fullmatch(path.stem):  # before actions were named by what they obeyed, too
-            older += 1
-            continue
         audit.check("structure", path, partial(_read_action, path), is_derivable=True)
-    if older:
-        audit.notes.append(f"{older} plans and actions of an earlier version are not used any more")
     for path in _files(warehouse.objects_dir, "*/*"):
         audit.check("structure", path, partial(_check_object_name, path), is_derivable=True)
     for path in working_plans(warehouse):
@@ -133,19 +122,6 @@ def _read_action(path: Path) -> ShardEntry:
     return ShardEntry(
         "", "", layer_key_of(path.stem), value["object"], int(value["nbytes"]), tensors
     )
-
-
-def _is_older_plan(path: Path) -> bool:
-    """Whether a plan is the bare JSON of a version that did not seal it."""
-    try:
-        with path.open("rb") as file:
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"}":
-                return False
-        json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return False
-    return True
 
 
 def _files(folder: Path, pattern: str) -> list[Path]:

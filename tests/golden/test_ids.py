@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from tests.golden.make_warehouse import call
+from mergepipe_pipeline.cli.main import main as mergepipe
 from tests.support.family import Size, tensors_of, write_adapter, write_model
 
 _RECORDED = Path(__file__).parent / "ids.json"
@@ -108,6 +109,13 @@ _CUT = [
     "ties-conflicts",
     "union",
 ]
+
+
+def call(home: Path, *args: str | Path) -> Any:
+    """What a command shows as JSON. Raises AssertionError with its messages where it fails."""
+    done = CliRunner().invoke(mergepipe, ["--home", str(home), *map(str, args), "--json"])
+    assert done.exit_code == 0, f"{args}: {done.exit_code}\n{done.output}"
+    return json.loads(done.stdout)
 
 
 def write_inputs(folder: Path) -> None:

@@ -514,13 +514,3 @@ def test_a_collection_keeps_what_was_taken_away_for_a_month(home: Warehouse) -> 
     assert folder.exists()
     collect(home)
     assert not folder.exists()
-
-
-def test_plans_and_actions_of_an_earlier_version_are_a_note_and_no_damage(home: Warehouse) -> None:
-    plan = next(home.plans.iterdir())
-    plan.write_bytes(plan.read_bytes().partition(b"\n")[0])
-    action = next(home.actions_dir.glob("*/*.json"))
-    action.rename(action.with_name(f"{action.stem.partition('.')[0]}.json"))
-    report = verify_all(home, ("structure", "digests", "lineage"))
-    assert report.ok
-    assert any("2 plans and actions of an earlier version" in note for note in report.notes)
