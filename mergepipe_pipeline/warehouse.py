@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.snapshots.leases import Leases
-from mergepipe_pipeline.snapshots.objects import ObjectStore
-from mergepipe_pipeline.snapshots.refs import RefStore
+from mergepipe_pipeline.snapshots.stores import ObjectStore, RefStore
 from mergepipe_pipeline.storage.atomic import make_dirs, write_atomic
 from mergepipe_pipeline.storage.permissions import share_as
 from mergepipe_pipeline.storage.roots import FILE, Roots, roots_of, with_default_places

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from mergepipe_pipeline.snapshots.folder_export import Shards
+    from mergepipe_pipeline.snapshots.export import Shards
     from mergepipe_pipeline.verbs.merge import Merged
     from mergepipe_pipeline.warehouse import Warehouse
 

@@ -15,7 +15,7 @@ from mergepipe_pipeline.text import size
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.integrity.auditor import Finding, Scope
-    from mergepipe_pipeline.verbs.verify_all import Report
+    from mergepipe_pipeline.verbs.verify import Report
 
 _SCOPES: tuple[Scope, ...] = ("structure", "digests", "lineage", "inputs")
 _INPUTS: tuple[Scope, ...] = ("inputs",)
@@ -56,7 +56,7 @@ def verify(
     if what is not None:
         _verify_snapshot(console, what, inputs=inputs)
         return
-    from mergepipe_pipeline.verbs.verify_all import verify_all
+    from mergepipe_pipeline.verbs.verify import verify_all
 
     report = verify_all(console.existing, scopes or _SCOPES, fresh=fresh, progress=console.progress)
     _show(console, report)
@@ -71,7 +71,7 @@ def _verify_snapshot(console: Console, what: str, *, inputs: bool) -> None:
         console.show({"ok": True, **asdict(done)}, sentence)
         return
     from mergepipe_pipeline.execution.lookup import snapshot_named
-    from mergepipe_pipeline.verbs.verify_all import verify_all
+    from mergepipe_pipeline.verbs.verify import verify_all
 
     snapshot = snapshot_named(console.existing, what)
     report = verify_all(console.existing, _INPUTS, inputs_of=snapshot, progress=console.progress)

@@ -15,7 +15,6 @@ from pathlib import Path
 from threading import RLock
 from typing import Self
 
-from mergepipe_pipeline.checkpoints.reader import BlockReader
 from mergepipe_pipeline.contents.away import open_root
 from mergepipe_pipeline.contents.input_segments import checkpoint_inputs
 from mergepipe_pipeline.contents.other_codecs import refuse_other_codec
@@ -26,6 +25,7 @@ from mergepipe_pipeline.errors import CheckpointChangedError, CheckpointError, C
 from mergepipe_pipeline.packs.decoded import Decoder, StoredBytes
 from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.replaced import MovedFile, Replaced, came_back
+from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.source import LocalSource, Reading, open_source
 from mergepipe_pipeline.warehouse import Warehouse
 

@@ -21,7 +21,7 @@ from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.segments import COARSE_ELEMS, Segments, levels_for
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.progress import Progress, Silent
-from mergepipe_pipeline.snapshots.checks import verify_with_progress
+from mergepipe_pipeline.snapshots.commit import verify_with_progress
 from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.warehouse import Warehouse
 

@@ -22,7 +22,7 @@ from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.resolution.resolve import foreseen, open_stage
 from mergepipe_pipeline.resolution.selected import Registered
-from mergepipe_pipeline.snapshots.refs import RefStore
+from mergepipe_pipeline.snapshots.stores import RefStore
 from mergepipe_pipeline.text import escaped
 from mergepipe_pipeline.warehouse import Warehouse
 

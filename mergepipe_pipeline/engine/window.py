@@ -6,26 +6,17 @@ way the tensor goes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
 from mergepipe_pipeline.arrays import F32Array, I64Array, U8Array, U16Array
-from mergepipe_pipeline.checkpoints.rows import BaseRow, ExpertRow, verify_part
-from mergepipe_pipeline.checkpoints.stored import (
-    Readers,
-    Verify,
-    announce_stored,
-    read_stored,
-    torch_dtype,
-)
 from mergepipe_pipeline.domain.blocks import Range, clip
 from mergepipe_pipeline.domain.plan import TensorTask
 from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.dtypes import itemsize
-from mergepipe_pipeline.engine.buffers import BufferPool
 from mergepipe_pipeline.engine.jobs import MERGED_BYTES, Job
 from mergepipe_pipeline.engine.sources import Read
 from mergepipe_pipeline.engine.tie_breaks import RuleKey, deltas_of, nth_in, with_stops
@@ -38,9 +29,59 @@ from mergepipe_pipeline.packs.together import Placed, decode_together
 from mergepipe_pipeline.storage.page_buffer import PageBuffer
 from mergepipe_pipeline.storage.read_batch import ReadBatch
 from mergepipe_pipeline.storage.uncached import pages_nbytes
+from mergepipe_pipeline.tensors.rows import BaseRow, ExpertRow, verify_part
+from mergepipe_pipeline.tensors.stored import Readers, announce_stored, read_stored, torch_dtype
+from mergepipe_pipeline.tensors.verified import Verify
 
 if TYPE_CHECKING:
     import torch
+
+
+_ALIGN = 64
+
+
+class BufferPool:
+    """The buffers of the window that a worker is on: its inputs as stored, float32 rows."""
+
+    def __init__(self) -> None:
+        self._bytes: U8Array = np.empty(0, dtype=np.uint8)
+        self._used = 0
+        self._flat = np.empty(0, dtype=np.float32)
+
+    def clear(self, nbytes: int, pieces: int) -> None:
+        """Make room for `pieces` pieces of `nbytes` together; what lay here becomes invalid."""
+        need = nbytes + pieces * _ALIGN
+        if need > len(self._bytes):
+            self._bytes = self._allocated(need)
+        self._used = 0
+
+    def take(self, nbytes: int) -> U8Array:
+        """The next `nbytes` bytes, aligned for any element type."""
+        start = self._used
+        self._used += -(-nbytes // _ALIGN) * _ALIGN
+        return self._bytes[start : start + nbytes]
+
+    def floats(self, k: int, n: int) -> F32Array:
+        """An uninitialised [k, n] float32 matrix; the one handed out before becomes invalid."""
+        if k * n > len(self._flat):
+            self._flat = np.empty(k * n, dtype=np.float32)
+        return self._flat[: k * n].reshape(k, n)
+
+    def rows(self, k: int, n: int) -> torch.Tensor:
+        """`floats` for torch."""
+        import torch
+
+        return torch.from_numpy(self.floats(k, n))
+
+    def _allocated(self, nbytes: int) -> U8Array:
+        return np.empty(nbytes, dtype=np.uint8)
+
+
+def cut(numel: int, window_elems: int) -> Iterator[tuple[int, int]]:
+    """Half-open element ranges that cover a tensor in order."""
+    for start in range(0, numel, window_elems):
+        yield start, min(numel, start + window_elems)
+
 
 D = TypeVar("D", bound=BufferPool)
 #: Halfway from 448, the largest value of F8_E4M3, to the next one if there were one.

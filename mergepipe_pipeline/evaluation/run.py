@@ -16,7 +16,7 @@ from mergepipe_pipeline.evaluation.child import Ended, refuse_abandoned, run_chi
 from mergepipe_pipeline.evaluation.identity import command_of, environment_of, evaluator_id
 from mergepipe_pipeline.evaluation.metrics import NoMetricsError, metrics_of
 from mergepipe_pipeline.evaluation.store import keep, kept
-from mergepipe_pipeline.snapshots.checks import verify_snapshot
+from mergepipe_pipeline.snapshots.commit import verify_snapshot
 from mergepipe_pipeline.snapshots.leases import Need
 from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.warehouse import Warehouse

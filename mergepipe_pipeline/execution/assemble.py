@@ -1,26 +1,32 @@
 """Turns a plan whose layers are all merged into a snapshot: the last step of the verb `merge`.
 
 Decides what stands beside the weights (config, tokenizer, index, card) and what is recorded of the
-merge: in the manifest what determines the result, in the provenance the rest. Computes no weight.
+merge: in the manifest what determines the result, in the provenance the rest, as what the inputs'
+cards say of their models, licences and languages. Computes no weight.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from base64 import b64decode
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
+from mergepipe_pipeline.contents.away import present_root
 from mergepipe_pipeline.contents.rests import damaged_rest_named
 from mergepipe_pipeline.contents.side_file_digests import refuse_changed_file
-from mergepipe_pipeline.digest import new_hash, sha256_hex
+from mergepipe_pipeline.digest import new_hash, sha256_hex, unseal
 from mergepipe_pipeline.domain.outcome import Realised, StoredObject, Times
-from mergepipe_pipeline.domain.plan import LayerTask, MergePlan
+from mergepipe_pipeline.domain.plan import LayerTask, MergePlan, Source
 from mergepipe_pipeline.domain.snapshot import (
+    PROVENANCE,
     LineageEntry,
     Manifest,
     OperatorCount,
@@ -29,13 +35,17 @@ from mergepipe_pipeline.domain.snapshot import (
     Snapshot,
     operator_counts,
 )
-from mergepipe_pipeline.errors import DamagedLayerError, NotFoundError
-from mergepipe_pipeline.execution.card_facts import card_facts
+from mergepipe_pipeline.errors import DamagedLayerError, MergePipeError, NotFoundError
 from mergepipe_pipeline.execution.plan_leases import staging as staging_of
-from mergepipe_pipeline.snapshots.checks import Checked
-from mergepipe_pipeline.snapshots.commit import commit_snapshot, damage_of
+from mergepipe_pipeline.remote.address import HUB, parse_address
+from mergepipe_pipeline.snapshots.commit import (
+    Checked,
+    commit_snapshot,
+    damage_of,
+    made_here,
+    stage_snapshot,
+)
 from mergepipe_pipeline.snapshots.find import load_snapshot
-from mergepipe_pipeline.snapshots.marks import Marks
 from mergepipe_pipeline.snapshots.model_folder import (
     STATED,
     config_json,
@@ -43,14 +53,95 @@ from mergepipe_pipeline.snapshots.model_folder import (
     model_card,
     shard_name,
 )
-from mergepipe_pipeline.snapshots.objects import ObjectStore
-from mergepipe_pipeline.snapshots.stage import made_here, stage_snapshot
+from mergepipe_pipeline.snapshots.stores import Marks, ObjectStore
 from mergepipe_pipeline.storage.atomic import write_atomic
-from mergepipe_pipeline.storage.side_files import CONFIG, SideStamp, pieces, side_files
+from mergepipe_pipeline.storage.hub_cache import hub_name
+from mergepipe_pipeline.storage.side_files import CARD, CONFIG, SideStamp, pieces, side_files
 from mergepipe_pipeline.storage.source import CheckpointSource, open_source
 from mergepipe_pipeline.text import listed
 from mergepipe_pipeline.tokenizer.model_tokenizer import of_tokenizer
 from mergepipe_pipeline.warehouse import Warehouse
+
+#: What is read of a card: its front matter stands first.
+_MOST_NBYTES = 64 << 10
+_FRONT = re.compile(r"\ufeff?---[ \t]*\r?\n(.*?)^---[ \t]*\r?$", re.DOTALL | re.MULTILINE)
+#: How the hub writes licences and languages.
+_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+#: Licences that say nothing without the name that stands beside them.
+_OTHER = "other"
+
+Facts = dict[str, Any]
+
+
+def card_facts(warehouse: Warehouse, plan: MergePlan) -> Facts:
+    """The keys of a card's front matter that all inputs of a plan give, by name.
+
+    `base_model` lists those of the hub, a base first; `license` and `language` are there where
+    every input says the same.
+    """
+    by_role = sorted(zip(plan.roles, plan.sources, strict=True), key=lambda pair: pair[0])
+    inputs = [_facts_of(warehouse, source) for _, source in by_role]
+    named = dict.fromkeys(name for facts in inputs for name in facts.get("base_model", ()))
+    facts: Facts = {}
+    if named:
+        facts |= {"base_model": list(named), "base_model_relation": "merge"}
+    for key in ("license", "language"):
+        values = [facts_of_one.get(key) for facts_of_one in inputs]
+        if values[0] is not None and all(value == values[0] for value in values):
+            facts[key] = values[0]
+    return facts
+
+
+def _facts_of(warehouse: Warehouse, source: Source) -> Facts:
+    """What one input says of itself; an earlier stage says what its inputs did."""
+    if Path(source.root).parent == warehouse.snapshots:
+        path = Path(source.root) / PROVENANCE
+        try:
+            stated = unseal(path.read_bytes(), str(path)).get(STATED)
+        except (OSError, MergePipeError):
+            return {}
+        return stated if isinstance(stated, dict) else {}
+    name = _hub_model(source.root)
+    return {"base_model": [name] if name else [], **dict(_stated(_front(warehouse, source)))}
+
+
+def _hub_model(root: str) -> str | None:
+    """The name on the hub of what lies at a root, a folder of the hub's cache or an address."""
+    scheme, separator, _ = root.partition("://")
+    if separator:
+        return parse_address(root).place if scheme == HUB else None
+    return hub_name(Path(root))
+
+
+def _front(warehouse: Warehouse, source: Source) -> Mapping[str, Any]:
+    """The front matter of an input's card; empty where there is none that can be read."""
+    root = present_root(warehouse, source.checkpoint_id, source.root)
+    try:
+        with open_source(root) as files:
+            if CARD not in files.list():
+                return {}
+            data = files.read_range(CARD, 0, min(files.size(CARD), _MOST_NBYTES))
+    except MergePipeError:
+        return {}
+    match = _FRONT.match(data.decode("utf-8", "replace"))
+    try:
+        # Plain texts: `no` is a language, and no tag makes anything.
+        front = yaml.BaseLoader(match[1]).get_single_data() if match else None
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return {}
+    return front if isinstance(front, dict) else {}
+
+
+def _stated(front: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Licence and languages of a front matter, as far as it has them in the hub's form."""
+    licence = front.get("license")
+    if isinstance(licence, str) and _WORD.fullmatch(licence) and licence.lower() != _OTHER:
+        yield "license", licence
+    languages = front.get("language")
+    words = languages if isinstance(languages, list) else [languages]
+    if words and all(isinstance(word, str) and _WORD.fullmatch(word) for word in words):
+        yield "language", sorted(set(words))
+
 
 #: Layers that an error names.
 _MOST_NAMED = 5

@@ -65,7 +65,7 @@ def egress_of_plan(
     egresses: list[Egress] = []
     for number, source in enumerate(plan.sources):
         if is_address(source.root):
-            from mergepipe_pipeline.engine.access_sets import file_ranges
+            from mergepipe_pipeline.engine.sources import file_ranges
             from mergepipe_pipeline.remote.egress import egress_of
 
             chosen = plan.layers if layers is None else layers

@@ -1,6 +1,7 @@
 """What the verbs lease while they work: a plan's layers, the results it reads, a recipe's turn.
 
-A run has a lease, too: `run_lives` tells whether its process still lives.
+A run has a lease, too: `run_lives` tells whether its process still lives. `staging` and `scratch`
+are the folders that work happens in.
 """
 
 from __future__ import annotations
@@ -9,16 +10,19 @@ import atexit
 import os
 import platform
 import re
+import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 from mergepipe_pipeline.digest import seal
 from mergepipe_pipeline.domain.plan import LayerTask, MergePlan
-from mergepipe_pipeline.errors import BusyError
+from mergepipe_pipeline.errors import BusyError, MergePipeError, StorageFullError
 from mergepipe_pipeline.snapshots.leases import Need
 from mergepipe_pipeline.storage.atomic import locked_file, remove_tree, turn
 from mergepipe_pipeline.storage.locks import claimed, is_held, this_process
+from mergepipe_pipeline.text import size
 from mergepipe_pipeline.warehouse import Warehouse
 
 _until_exit = ExitStack()
@@ -126,3 +130,84 @@ def staging(warehouse: Warehouse, label: str) -> Iterator[Path]:
             yield path
         finally:
             remove_tree(path)
+
+
+@contextmanager
+def scratch(warehouse: Warehouse, keep: Path | None, nbytes: int) -> Iterator[Warehouse]:
+    """A new warehouse with room for a result of so many bytes.
+
+    It is the folder `keep`, which stays; else one in staging, which goes at the end. Where the
+    warehouse cannot be written, that one is made where TMPDIR says, and nothing is leased.
+
+    Raises MergePipeError for a folder that cannot be `keep`, StorageFullError without room.
+    """
+    if keep is not None:
+        _refuse(warehouse, keep)
+        kept_warehouse = Warehouse.at(keep).ensure()
+        _refuse_full_disk(kept_warehouse.root, nbytes, "free space, or choose another --keep")
+        yield kept_warehouse
+    elif _may_write(warehouse):
+        with staging(warehouse, "replay") as folder:
+            _refuse_full_disk(folder, nbytes, "free space, or say with --keep where there is room")
+            yield Warehouse.at(folder).ensure()
+    else:
+        with _temporary() as folder:
+            _refuse_full_disk(
+                folder,
+                nbytes,
+                "the warehouse cannot be written, so set TMPDIR to a folder with room, or say with "
+                "--keep where there is some",
+            )
+            yield Warehouse.at(folder).ensure()
+
+
+def _may_write(warehouse: Warehouse) -> bool:
+    """Whether a folder in staging can be made and leased."""
+    return all(os.access(f, os.W_OK | os.X_OK) for f in (warehouse.staging, warehouse.leases_dir))
+
+
+@contextmanager
+def _temporary() -> Iterator[Path]:
+    try:
+        temporary = tempfile.TemporaryDirectory(
+            prefix="mergepipe-replay-", ignore_cleanup_errors=True
+        )
+    except OSError as error:
+        raise MergePipeError(
+            "There is no place for a replay",
+            where=f"the warehouse, which cannot be written, and {tempfile.tempdir or 'TMPDIR'}",
+            expected="a folder that can be written",
+            found=error.strerror or str(error),
+            next_step="set TMPDIR to a folder with room, or say with --keep where there is some",
+        ) from error
+    with temporary as folder:
+        yield Path(folder)
+
+
+def _refuse(warehouse: Warehouse, keep: Path) -> None:
+    if keep.expanduser().resolve().is_relative_to(warehouse.root):
+        raise MergePipeError(
+            "The folder for a replay lies inside the warehouse",
+            where=str(keep),
+            expected=f"a folder outside {warehouse.root}",
+            next_step="choose another --keep",
+        )
+    if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
+        raise MergePipeError(
+            "The folder for a replay is not empty",
+            where=str(keep),
+            expected="no such folder, or an empty one",
+            next_step="choose another --keep",
+        )
+
+
+def _refuse_full_disk(folder: Path, nbytes: int, next_step: str) -> None:
+    free = shutil.disk_usage(folder).free
+    if nbytes > free:
+        raise StorageFullError(
+            "There is no room for a replay",
+            where=str(folder),
+            expected=f"{size(nbytes)} free, as much as the result that is made again",
+            found=size(free),
+            next_step=next_step,
+        )

@@ -1,12 +1,15 @@
 """The verb `plan`: what will be read for a recipe under its budget, stored by id.
 
 Earlier stages of a recipe are merged on the way: a plan names the bytes it reads, so what it reads
-must be there. Their results are snapshots like any other, found again by content.
+must be there. Their results are snapshots that nothing publishes, found again by content. While a
+merge that follows at once is planned, the disk is idle, and `prefetch_base` reads the base.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
@@ -14,13 +17,15 @@ from typing import Unpack
 from mergepipe_pipeline.contents.other_codecs import read_without_packs, refuse_other_codec
 from mergepipe_pipeline.contents.rests import damaged_rest_named
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
-from mergepipe_pipeline.domain.checkpoint import AWAY, Checkpoint
+from mergepipe_pipeline.domain.checkpoint import AWAY, Checkpoint, TensorEntry
 from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.domain.recipe import Budget
 from mergepipe_pipeline.domain.request import RequestedModel
-from mergepipe_pipeline.execution.plan_store import store_plan
-from mergepipe_pipeline.execution.run_stages import run_stages
+from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.execution.lookup import store_plan
+from mergepipe_pipeline.execution.plan_leases import lease_until_exit
+from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.facts.gather import gather
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
@@ -31,7 +36,95 @@ from mergepipe_pipeline.resolution.resolve import (
     resolve,
     resolve_stage,
 )
+from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
+from mergepipe_pipeline.storage.source import FetchedAhead, FileRange, open_source
+from mergepipe_pipeline.storage.uncached import fits_page_cache
 from mergepipe_pipeline.warehouse import Warehouse
+
+#: The plan of one stage over the results of those before it, by name.
+Planner = Callable[[ParsedRecipe, Mapping[str, Checkpoint]], MergePlan]
+
+
+def run_stages(
+    warehouse: Warehouse,
+    parsed: ParsedRecipe,
+    plan_stage: Planner,
+    progress: Progress | None,
+) -> dict[str, Checkpoint]:
+    """Stage name to the checkpoint of its result, for all stages before the last."""
+    results: dict[str, Checkpoint] = {}
+    for stage in parsed.before:
+        name = stage.stage or stage.name
+        plan = plan_stage(stage, results)
+        lease_until_exit(warehouse, plan)
+        snapshot = run_plan(warehouse, plan, progress=progress, is_stage=True).snapshot
+        results[name] = open_checkpoint(snapshot.path, name)
+    return results
+
+
+#: Long, since after each step the thread waits for its turn in the interpreter.
+_STEP_NBYTES = 32 << 20
+
+#: Checkpoints' roots with the tensors to read, in file order.
+_Places = list[tuple[str, list[TensorEntry]]]
+
+
+def is_worth_prefetching(resolved: ResolvedRecipe) -> bool:
+    """Whether the base is worth reading before the plan is made.
+
+    What is analysed first is read there, and what the page cache cannot hold would be read twice.
+    """
+    return not resolved.cost.analysis_bytes and fits_page_cache(resolved.cost.base_bytes)
+
+
+@contextmanager
+def prefetch_base(resolved: ResolvedRecipe) -> Iterator[None]:
+    """While the block runs, read the recipe's base in another thread, if that is worth it."""
+    if not is_worth_prefetching(resolved):
+        yield
+        return
+    over = threading.Event()
+    reader = threading.Thread(target=_read_ahead, args=(_base_tensors(resolved), over), daemon=True)
+    reader.start()
+    try:
+        yield
+    finally:
+        over.set()
+        reader.join()
+
+
+def _base_tensors(resolved: ResolvedRecipe) -> _Places:
+    """What is stored of the tensors that experts are merged on."""
+    by_root: dict[str, dict[TensorEntry, None]] = {}
+    for t in resolved.recipe.tensors:
+        if t.base is None:
+            continue
+        model = resolved.models[t.base.model]
+        for part in model.views[t.base.tensor].stored:
+            checkpoint = model.checkpoints[part.source]
+            if not checkpoint.is_away:  # decoding would take the cores that planning needs
+                by_root.setdefault(checkpoint.root, {})[part.entry] = None
+    return [(root, sorted(e, key=lambda e: (e.file, e.start_byte))) for root, e in by_root.items()]
+
+
+def _read_ahead(places: _Places, over: threading.Event) -> None:
+    buffer = memoryview(bytearray(_STEP_NBYTES))
+    # What is wrong with a file, the merge says when it comes to it.
+    with suppress(MergePipeError, OSError):
+        for root, entries in places:
+            with open_source(root) as source:
+                if isinstance(source, FetchedAhead):
+                    source.expect(_range(e) for e in entries)
+                for e in entries:
+                    for start in range(0, e.nbytes, _STEP_NBYTES):
+                        if over.is_set():
+                            return
+                        piece = buffer[: min(_STEP_NBYTES, e.nbytes - start)]
+                        source.read_into(e.file, e.start_byte + start, piece)
+
+
+def _range(entry: TensorEntry) -> FileRange:
+    return FileRange(entry.file, entry.start_byte, entry.start_byte + entry.nbytes)
 
 
 def make_plan(

@@ -1,7 +1,8 @@
 """The verb `run_plan`: run what the action cache does not know, then commit a snapshot.
 
-A layer whose key is known is not read, not computed, not written. A crash loses at most the layers
-that were running; everything before is found again by key.
+A layer whose key is known is not read, not computed, not written; one that another warehouse has
+merged is taken from the bucket. A crash loses at most the layers that were running; everything
+before is found again by key.
 """
 
 from __future__ import annotations
@@ -27,25 +28,77 @@ from mergepipe_pipeline.domain.plan import LayerTask, MergePlan
 from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import (
+    CorruptionError,
     DamagedLayerError,
     DamagedPackError,
     PackVersionError,
+    RemoteError,
     StorageFullError,
 )
 from mergepipe_pipeline.execution.assemble import commit
 from mergepipe_pipeline.execution.egress import downloads_shown, traffic, traffic_since
-from mergepipe_pipeline.execution.fetched import fetch_layers
 from mergepipe_pipeline.execution.plan_leases import lease
 from mergepipe_pipeline.execution.plan_leases import staging as staging_of
 from mergepipe_pipeline.progress import Advance, Progress, Silent
-from mergepipe_pipeline.snapshots.checks import Checked
+from mergepipe_pipeline.snapshots.commit import Checked
+from mergepipe_pipeline.snapshots.mirror import Mirror
 from mergepipe_pipeline.text import size
 from mergepipe_pipeline.warehouse import Warehouse
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.engine.execute import LayerResult, LayerRunner
 
+
 _LOG = logging.getLogger("mergepipe")
+
+
+def fetch_layers(
+    warehouse: Warehouse, layers: Sequence[LayerTask], progress: Progress
+) -> dict[str, StoredObject]:
+    """Put those layers that the bucket has into the object store; what they are, by name.
+
+    Nothing without a bucket. Every byte is compared with its digest; a layer that is damaged there,
+    or cannot be fetched, is logged, left out and merged here.
+    """
+    mirror = warehouse.mirror
+    if mirror is None or not layers:
+        return {}
+    fetched: dict[str, StoredObject] = {}
+    try:
+        looked_up = list(zip(layers, mirror.lookup([w.action_key for w in layers]), strict=True))
+        total = sum(stored.nbytes for _, stored in looked_up if stored)
+        with (
+            staging_of(warehouse, "fetch") as staging,
+            progress.task(f"fetch from {mirror.bucket.address.text}", total) as advance,
+        ):
+            for layer, stored in looked_up:
+                if stored and _fetched(warehouse, mirror, layer, stored, staging, advance):
+                    fetched[layer.name] = stored
+    except RemoteError as error:
+        _LOG.warning("Layers are merged here that a bucket may have. %s", error)
+    return fetched
+
+
+def _fetched(
+    warehouse: Warehouse,
+    mirror: Mirror,
+    layer: LayerTask,
+    stored: StoredObject,
+    staging: Path,
+    advance: Advance,
+) -> bool:
+    path = staging / stored.sha256
+    try:
+        if not mirror.fetch(stored, path, advance):
+            return False
+    except CorruptionError as error:
+        _LOG.warning("A layer is merged here. %s", error)
+        return False
+    warehouse.objects.adopt(path, stored)
+    warehouse.objects.record(layer.action_key, stored)
+    return True
+
+
 #: Finished layers that may wait for the disk.
 _WAITING = 2
 

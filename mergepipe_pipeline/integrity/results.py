@@ -18,7 +18,7 @@ from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.integrity.auditor import Auditor
 from mergepipe_pipeline.integrity.records import action_of, readable_snapshots
 from mergepipe_pipeline.progress import Advance, Progress
-from mergepipe_pipeline.snapshots.checks import verify_shard
+from mergepipe_pipeline.snapshots.commit import verify_shard
 from mergepipe_pipeline.storage.hashing import file_sha256
 from mergepipe_pipeline.warehouse import Warehouse
 

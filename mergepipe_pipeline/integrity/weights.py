@@ -1,24 +1,76 @@
-"""Audits what was merged: weights that are NaN or infinite, and plans over their budget."""
+"""Audits what was merged: weights that are NaN or infinite, and plans over their budget.
+
+`non_finite_inputs` names the inputs that such weights come from.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mergepipe_pipeline.checkpoints.finite import non_finite as non_finite_of_file
-from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
+import numpy as np
+
 from mergepipe_pipeline.digest import seal, unseal
-from mergepipe_pipeline.domain.plan import MergePlan
+from mergepipe_pipeline.domain.checkpoint import TensorEntry
+from mergepipe_pipeline.domain.plan import MergePlan, TensorTask
 from mergepipe_pipeline.domain.snapshot import Snapshot
+from mergepipe_pipeline.domain.view import Part
 from mergepipe_pipeline.dtypes import LARGEST, TORCH_NAME
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
-from mergepipe_pipeline.integrity.non_finite_inputs import non_finite_inputs
-from mergepipe_pipeline.snapshots.checks import Checked, verify_snapshot
+from mergepipe_pipeline.remote.address import is_address
+from mergepipe_pipeline.snapshots.commit import Checked, verify_snapshot
 from mergepipe_pipeline.storage.atomic import write_atomic
+from mergepipe_pipeline.storage.finite import count_non_finite
+from mergepipe_pipeline.storage.finite import non_finite as non_finite_of_file
+from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
+from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.text import listed
 from mergepipe_pipeline.warehouse import Warehouse
+
+#: A multiple of every element's size.
+_PIECE_NBYTES = 4 << 20
+
+
+def non_finite_inputs(plan: MergePlan, tensors: Collection[str]) -> list[str]:
+    """The names of a plan's sources that hold NaN or infinity in these output tensors' inputs.
+
+    Reads them, but nothing from an address; sources that are gone are left out.
+    """
+    parts = {
+        (part.source, part.entry): None
+        for layer in plan.layers
+        for task in layer.tasks
+        if task.name in tensors
+        for part in _parts(task)
+    }
+    names: dict[str, None] = {}
+    for number, entry in parts:
+        source = plan.sources[number]
+        if source.name not in names and not is_address(source.root):
+            with suppress(MergePipeError, OSError):
+                if _holds(source.root, entry):
+                    names[source.name] = None
+    return list(names)
+
+
+def _parts(task: TensorTask) -> Iterator[Part]:
+    for view in (*(e.view for e in task.experts), *([task.base.view] if task.base else ())):
+        yield from view.stored
+        yield from view.low_rank.parts if view.low_rank else ()
+
+
+def _holds(root: str, entry: TensorEntry) -> bool:
+    with open_source(root, "exact") as files:
+        for start in range(0, entry.nbytes, _PIECE_NBYTES):
+            raw = np.empty(min(_PIECE_NBYTES, entry.nbytes - start), np.uint8)
+            files.read_into(entry.file, entry.start_byte + start, raw.data)
+            if count_non_finite(raw, entry.dtype):
+                return True
+    return False
+
 
 #: Tensors that a warning names.
 MOST_NAMED = 5

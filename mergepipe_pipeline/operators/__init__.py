@@ -15,7 +15,6 @@ tails. What needs more of a tensor than a row is a measure, known before merging
 """
 
 import mergepipe_pipeline.operators.methods  # noqa: F401
-from mergepipe_pipeline.operators.steps.registry import OPERATORS, Operator
-from mergepipe_pipeline.operators.steps.tensor_window import Window
+from mergepipe_pipeline.operators.steps.registry import OPERATORS, Operator, Window
 
 __all__ = ["OPERATORS", "Operator", "Window"]

@@ -1,20 +1,24 @@
-"""What a budget's amount may look like in a recipe or on a command line.
+"""A budget in a recipe or on a command line: its amount, pins, exclusions, keeps and shares.
 
-Bytes, a share of all bytes, or the error that is allowed; `budget_options` reads what a recipe says
-beside the amount. Only the text is read here; the code that reads bytes decides which of them
-count.
+An amount is bytes, a share of all bytes, or the error that is allowed. Only texts and names are
+read here; the code that reads bytes decides which of them count.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from fractions import Fraction
+from typing import TypeGuard, TypeVar
 
-from mergepipe_pipeline.domain.recipe import Budget
+from mergepipe_pipeline.domain.recipe import Budget, ModelRef, Selection, Share, TensorRecipe
 from mergepipe_pipeline.errors import BudgetError
-from mergepipe_pipeline.recipe.problems import shown
+from mergepipe_pipeline.recipe.problems import KeyPath, Problems, shown, suggest
+from mergepipe_pipeline.text import listed
 
 UNIT_NBYTES: dict[str, int] = {"b": 1} | {
     prefix + suffix: factor**power
@@ -141,3 +145,213 @@ def _error(value: object, where: str, next_step: str, expected: str = _EXPECTED)
         found=shown(value),
         next_step=next_step,
     )
+
+
+BUDGET_KEYS = ("limit", "error", "pin", "exclude", "keep", "shares")
+_SELECTION_KEYS = ("experts", "tensors")
+_Read = TypeVar("_Read")
+
+
+def read_budget(value: object, problems: Problems) -> Budget:
+    """The `budget:` of a recipe, an amount or a mapping with `limit:` or `error:` and options.
+
+    Adds every problem at its place; what is wrong is left out of the result.
+    """
+    path: KeyPath = ("budget",)
+    if not isinstance(value, dict):
+        return _read(parse_budget, value, path, problems) or Budget()
+    if not value:
+        problems.add(path, f"expected at least one of {', '.join(BUDGET_KEYS)}, found none")
+    problems.add_unknown(value, BUDGET_KEYS, path)
+    limit, error = value.get("limit"), value.get("error")
+    amount = _read(parse_amount, limit, (*path, "limit"), problems) or Budget()
+    if limit is not None and error is not None:
+        problems.add((*path, "error"), "give either `limit:` or `error:`, not both")
+    elif error is not None:
+        amount = Budget(error=_read(parse_error, error, (*path, "error"), problems))
+    pin = _selections(value.get("pin"), (*path, "pin"), problems)
+    exclude = _selections(value.get("exclude"), (*path, "exclude"), problems)
+    for i, selection in enumerate(pin):
+        if selection in exclude:
+            problems.add(
+                (*path, "pin", i), "the same blocks are under `exclude:`; give one of both"
+            )
+    return replace(
+        amount,
+        pin=pin,
+        exclude=exclude,
+        keep=_patterns(value.get("keep"), (*path, "keep"), problems),
+        shares=_shares(value.get("shares"), (*path, "shares"), problems),
+    )
+
+
+def _read(
+    parse: Callable[[object, str], _Read], value: object, path: KeyPath, problems: Problems
+) -> _Read | None:
+    try:
+        return parse(value, "budget")
+    except BudgetError as error:
+        text = f"expected {error.expected}, found {error.found}; {error.next_step}"
+        problems.add(path, text)
+        return None
+
+
+def _selections(value: object, path: KeyPath, problems: Problems) -> tuple[Selection, ...]:
+    selections = (_selection(v, p, problems) for v, p in _items(value, path, problems))
+    return tuple(selection for selection in selections if selection is not None)
+
+
+def _selection(value: object, path: KeyPath, problems: Problems) -> Selection | None:
+    if isinstance(value, str):
+        return Selection((value,)) if _is_pattern(value, path, problems) else None
+    if not isinstance(value, dict):
+        problems.add(
+            path,
+            f"expected an expert's name or `{{experts: […], tensors: […]}}`, found {shown(value)}",
+        )
+        return None
+    n_before = len(problems)
+    problems.add_unknown(value, _SELECTION_KEYS, path)
+    experts, tensors = (
+        _patterns(value.get(key), (*path, key), problems) for key in _SELECTION_KEYS
+    )
+    if len(problems) == n_before and not (experts or tensors):
+        problems.add(path, "expected `experts:` or `tensors:`, found neither")
+    return Selection(experts, tensors) if len(problems) == n_before else None
+
+
+def _shares(value: object, path: KeyPath, problems: Problems) -> tuple[Share, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, dict):
+        problems.add(path, f"expected a mapping like `{{math: 50%}}`, found {shown(value)}")
+        return ()
+    shares = []
+    for pattern, share in value.items():
+        share_path = (*path, pattern)
+        if not _is_pattern(pattern, share_path, problems):
+            continue
+        amount = _read(parse_amount, share, share_path, problems)
+        if amount == Budget():
+            problems.add(
+                share_path, "expected a share of the budget like 50%, or a size, found no limit"
+            )
+        elif amount is not None:
+            shares.append(Share(pattern, amount.nbytes, amount.fraction))
+    return tuple(shares)
+
+
+def _patterns(value: object, path: KeyPath, problems: Problems) -> tuple[str, ...]:
+    items = _items(value, path, problems)
+    return tuple(v for v, p in items if _is_pattern(v, p, problems))
+
+
+def _items(value: object, path: KeyPath, problems: Problems) -> Sequence[tuple[object, KeyPath]]:
+    if value is None:
+        return ()
+    if isinstance(value, list):
+        if not value:
+            problems.add(path, "expected at least one entry, found none")
+        return [(item, (*path, i)) for i, item in enumerate(value)]
+    hint = f"; write [{value}]" if isinstance(value, str) else ""
+    problems.add(path, f"expected a list, found {shown(value)}{hint}")
+    return ()
+
+
+def _is_pattern(value: object, path: KeyPath, problems: Problems) -> TypeGuard[str]:
+    if isinstance(value, str) and value.strip():
+        return True
+    problems.add(path, f"expected a name or a pattern like `math*`, found {shown(value)}")
+    return False
+
+
+_LISTED = 8
+
+
+def fits(pattern: str, ref: ModelRef) -> bool:
+    """Whether a shell pattern fits a model as written, or its name without path and revision."""
+    return any(fnmatchcase(name, pattern) for name in ref.names)
+
+
+def selects(selection: Selection, ref: ModelRef, tensor: str) -> bool:
+    """Whether a model's blocks of an output tensor are among those selected."""
+    return (not selection.experts or any(fits(p, ref) for p in selection.experts)) and (
+        not selection.tensors or any(fnmatchcase(tensor, p) for p in selection.tensors)
+    )
+
+
+def check_budget_options(
+    budget: Budget,
+    refs: Sequence[ModelRef],
+    tensors: Sequence[TensorRecipe],
+    problems: Problems,
+) -> None:
+    """Add a problem per pattern that fits no expert or no tensor, and per `exclude` or `keep`
+    without a base.
+
+    `tensors` are the output's; an expert is a model that goes into one of them.
+    """
+    if not (budget.pin or budget.exclude or budget.keep or budget.shares):
+        return
+    _Names(refs, tensors, problems).check(budget)
+
+
+class _Names:
+    """The names that patterns are compared with."""
+
+    def __init__(
+        self, refs: Sequence[ModelRef], tensors: Sequence[TensorRecipe], problems: Problems
+    ) -> None:
+        self._refs, self._problems = refs, problems
+        self._tensors = {t.name: t for t in tensors}
+        numbers = dict.fromkeys(i.model for t in tensors for i in t.inputs)
+        self._experts = [refs[n] for n in sorted(numbers)]
+
+    def check(self, budget: Budget) -> None:
+        for key, selections in (("pin", budget.pin), ("exclude", budget.exclude)):
+            for i, selection in enumerate(selections):
+                path: KeyPath = ("budget", key, i)
+                matched = [self._is_expert(p, path) for p in selection.experts]
+                matched += [self._is_tensor(p, path) for p in selection.tensors]
+                if all(matched):
+                    self._check_pairs(selection, path, needs_base=key == "exclude")
+        for i, pattern in enumerate(budget.keep):
+            path = ("budget", "keep", i)
+            if self._is_tensor(pattern, path):
+                tensors = (t for name, t in self._tensors.items() if fnmatchcase(name, pattern))
+                self._check_base(tensors, path)
+        for share in budget.shares:
+            self._is_expert(share.experts, ("budget", "shares", share.experts))
+
+    def _is_expert(self, pattern: str, path: KeyPath) -> bool:
+        if any(fits(pattern, ref) for ref in self._experts):
+            return True
+        names = [name for ref in self._experts for name in ref.names]
+        near = suggest(pattern, names)
+        experts = listed([ref.text for ref in self._experts], _LISTED) or "none"
+        self._problems.add(path, f"no expert fits {shown(pattern)}{near}; experts are {experts}")
+        return False
+
+    def _is_tensor(self, pattern: str, path: KeyPath) -> bool:
+        if any(fnmatchcase(name, pattern) for name in self._tensors):
+            return True
+        near = difflib.get_close_matches(pattern, self._tensors, n=1, cutoff=0.3)
+        hint = f"; the nearest is {near[0]}" if near else ""
+        self._problems.add(path, f"no tensor of the result fits {shown(pattern)}{hint}")
+        return False
+
+    def _check_pairs(self, selection: Selection, path: KeyPath, *, needs_base: bool) -> None:
+        selected = [
+            t
+            for name, t in self._tensors.items()
+            if any(selects(selection, self._refs[i.model], name) for i in t.inputs)
+        ]
+        if not selected:
+            self._problems.add(path, "these experts take no part in these tensors")
+        elif needs_base:
+            self._check_base(selected, path)
+
+    def _check_base(self, tensors: Iterable[TensorRecipe], path: KeyPath) -> None:
+        bare = next((t for t in tensors if t.base is None), None)
+        if bare is not None:
+            self._problems.add(path, f"{bare.name} has no base to stay at; add `base_model:`")

@@ -1,19 +1,23 @@
-"""Whether a recipe's keys fit its merge method: known method, known parameters, models enough.
+"""Whether a recipe's keys fit its merge method, and warnings where it may surprise.
 
-Judges by operator schemas alone; shapes of keys were checked by `schema`, forms of values by
-`parameters`.
+A warning is one sentence that says what is done here: where a recipe means something else than in
+mergekit, or surprises in both. It changes nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from mergepipe_pipeline.domain.checkpoint import TensorEntry
+from mergepipe_pipeline.domain.layers import layer_index, with_layer_index
 from mergepipe_pipeline.domain.operator import OperatorSchema, Parameter
-from mergepipe_pipeline.domain.recipe import ModelRef
-from mergepipe_pipeline.recipe.parameters import Setting, as_bool
+from mergepipe_pipeline.domain.recipe import ModelRef, TensorRecipe
+from mergepipe_pipeline.domain.view import TensorView
+from mergepipe_pipeline.dtypes import FLOATING, TORCH_NAME, itemsize
+from mergepipe_pipeline.recipe.parameters import SHARES, Setting, as_bool
 from mergepipe_pipeline.recipe.problems import KeyPath, Problems, shown, shown_path, suggest
 from mergepipe_pipeline.recipe.schema import PARAMETER_NAMES
-from mergepipe_pipeline.recipe.structure import Level, Module, Slice
+from mergepipe_pipeline.recipe.structure import Level, Module, ParsedRecipe, Slice
 
 #: Methods without a base, for a reader who has no schemas: a listed base is a model like others.
 _NO_BASE = frozenset({"linear", "karcher", "passthrough"})
@@ -185,3 +189,170 @@ def _check_lengths(part: Slice, problems: Problems) -> None:
             part.level.path,
             f"all sources of a slice need the same number of layers, found {listed}",
         )
+
+
+#: Warnings of these parameters whenever they are given, by name.
+_BY_NAME = {
+    "int8_mask": "has no effect on results, here as in mergekit",
+}
+_OUTSIDE_T = "is outside [0, 1], so the merge leaves the way between the two models"
+
+
+def recipe_warnings(parsed: ParsedRecipe, schema: OperatorSchema) -> list[str]:
+    """The warnings that a recipe's text and its method give reason for."""
+    warnings = _base_warnings(parsed, schema)
+    warnings += _method_warnings(schema, [level for level, _ in parsed.levels()])
+    warnings += [
+        f"{shown_path(part.level.path)} takes no layer, as the end of a layer_range is not "
+        "included: it gives the last norm and the head, as in mergekit"
+        for _, part in parsed.slices()
+        if part.is_empty
+    ]
+    for level, _ in parsed.levels():
+        for name in level.settings:
+            place = shown_path((*level.path, "parameters", name))
+            if name in _BY_NAME and name in {p.name for p in schema.parameters}:
+                warnings.append(f"{place} {_BY_NAME[name]}")
+            if name in SHARES and name in {p.name for p in schema.parameters}:
+                warnings += _odd_shares(place, level, name)
+            if name == "t" and schema.name in {"slerp", "nuslerp"} and not _within(level, name):
+                warnings.append(f"{place} {_OUTSIDE_T}")
+    return warnings
+
+
+def joined_base(parsed: ParsedRecipe, *, joined: bool) -> list[str]:
+    """That a base which is not listed is merged like the models that are."""
+    if not joined or parsed.base is None:
+        return []
+    return [
+        f"base_model {parsed.references[parsed.base].text!r} is not listed, and "
+        f"`{parsed.method}` merges it like the models that are, as in mergekit; "
+        "give weights per model to leave it out"
+    ]
+
+
+def _odd_shares(place: str, level: Level, name: str) -> list[str]:
+    """That a share above 1 keeps everything, and a share of 0 nothing."""
+    shares = [[a for a in r.anchors if not isinstance(a, str)] for r in level.settings[name]]
+    largest = max((a for anchors in shares for a in anchors), default=1)
+    if largest > 1:
+        return [f"{place} is {largest:g}: what is above 1 keeps everything, as 1 does"]
+    return [f"{place} is 0: nothing of the deltas is kept"] if [0] in shares else []
+
+
+def _within(level: Level, name: str) -> bool:
+    numbers = [a for r in level.settings[name] for a in r.anchors if not isinstance(a, str)]
+    return all(0 <= number <= 1 for number in numbers)
+
+
+def _base_warnings(parsed: ParsedRecipe, schema: OperatorSchema) -> list[str]:
+    warnings = []
+    listed = {entry.model for entry in parsed.entries()}
+    if schema.base == "none":
+        if parsed.base is not None and parsed.base not in listed:
+            warnings.append(
+                f"base_model {parsed.references[parsed.base].text!r} is not listed under models: "
+                "it only stands in for blocks that are not read, where mergekit merges it or fails"
+            )
+        return warnings
+    for _, part in parsed.slices():
+        warnings += [
+            f"{shown_path((*e.level.path, 'parameters'))}: {parsed.references[e.model].text!r} is "
+            "the base, so they have no effect"
+            for e in part.entries
+            if e.model == part.base and e.level.settings
+        ]
+    return warnings
+
+
+def _method_warnings(schema: OperatorSchema, levels: Sequence[Level]) -> list[str]:
+    name, parameters = schema.name, {n for level in levels for n in level.settings}
+    variant = "variant" in parameters
+    if name.startswith("dare_") and not variant:
+        return [
+            f"{name}: what is kept is rescaled to the L1 norm of the whole delta, as in mergekit, "
+            "and not by 1/density as in the paper"
+        ]
+    if name.startswith("breadcrumbs"):
+        return [
+            f"{name}: a gamma whose share of a tensor is less than one element removes no outlier, "
+            "where mergekit before 0.1.5 zeroes the whole delta"
+        ]
+    if name == "model_stock":
+        return [
+            "model_stock: where the experts' deltas point away from each other (negative cosine) "
+            "the result lies beyond the base, and may lie far out"
+        ]
+    return []
+
+
+def dtype_warnings(dtype: str | None, stored: Iterable[str]) -> list[str]:
+    """What `dtype` (a safetensors code) means for inputs of the `stored` dtypes."""
+    floating = sorted({code for code in stored if code in FLOATING})
+    if dtype is None:
+        short = [TORCH_NAME[code] for code in floating if itemsize(code) < 4]
+        if not short:
+            return []
+        return [
+            f"no dtype: arithmetic is in float32 and the result is rounded to {', '.join(short)} "
+            "once, where mergekit computes in the stored dtype"
+        ]
+    wider = [TORCH_NAME[code] for code in floating if itemsize(code) > itemsize(dtype)]
+    if not wider:
+        return []
+    return [
+        f"dtype {TORCH_NAME[dtype]}: the {', '.join(wider)} inputs are not rounded to it before "
+        "the arithmetic, as mergekit does, but only when the result is written"
+    ]
+
+
+def idle_filters(levels: Iterable[Level], names: Mapping[str, None]) -> list[str]:
+    """One warning per filter that is part of no tensor's name, so that its value is never used."""
+    return [
+        f"{shown_path((*level.path, 'parameters', name))}: the filter {rule.filter!r} matches no "
+        "tensor"
+        for level in levels
+        for name, setting in level.settings.items()
+        for rule in setting
+        if rule.filter is not None and not any(rule.filter in tensor for tensor in names)
+    ]
+
+
+def mixed_shapes(
+    made: Iterable[TensorRecipe],
+    tables: Sequence[Mapping[str, TensorEntry | TensorView]],
+    refs: Sequence[ModelRef],
+) -> list[str]:
+    """That layers of several models differ in shape, which no config can say; `made` from these."""
+    seen: dict[str, tuple[int, str, tuple[int, ...]]] = {}
+    for t in made:
+        source = t.base or t.inputs[0]
+        like = tables[source.model].get(source.tensor)
+        if layer_index(t.name) is None or like is None:
+            continue
+        role = with_layer_index(t.name, 0)
+        model, tensor, shape = seen.setdefault(role, (source.model, source.tensor, like.shape))
+        if model != source.model and shape != like.shape:
+            return [
+                f"{source.tensor} of {refs[source.model].text!r} has {list(like.shape)} where "
+                f"{tensor} of {refs[model].text!r} has {list(shape)}: no config fits both, so the "
+                "result will not load; mergekit does not look"
+            ]
+    return []
+
+
+def copied(names: Sequence[str], source: ModelRef) -> str:
+    """That tensors without floating-point numbers, `names` with their dtypes, are not merged."""
+    return (
+        f"{len(names)} tensors have no floating-point numbers, first {names[0]}: they are copied "
+        f"from {source.text!r}, whatever the other models have there"
+    )
+
+
+def untied(head: str, lacking: Sequence[ModelRef]) -> str:
+    """That `head` is written although some models tie it to their embeddings."""
+    names = ", ".join(repr(ref.text) for ref in lacking)
+    return (
+        f"{head} is written because an input has it; {names} ties it, so the embeddings of that "
+        "model stand in for it, and the result's tie_word_embeddings must be false"
+    )

@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.dtypes import FLOATING, TORCH_NAME, code_from_name
 from mergepipe_pipeline.errors import RecipeError
-from mergepipe_pipeline.recipe.budget_options import BUDGET_KEYS
+from mergepipe_pipeline.recipe.budget import BUDGET_KEYS
 from mergepipe_pipeline.recipe.cron import cron_problem, is_time_zone
 from mergepipe_pipeline.recipe.problems import (
     KeyPath,

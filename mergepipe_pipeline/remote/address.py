@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mergepipe_pipeline.errors import RemoteError
-from mergepipe_pipeline.remote.hub_cache import REPO
 from mergepipe_pipeline.secrets import discreet
+from mergepipe_pipeline.storage.hub_cache import REPO
 
 BUCKETS, WEB, HUB = ("s3", "gs", "az"), ("http", "https"), "hf"
 SCHEMES = (HUB, *BUCKETS, *WEB)

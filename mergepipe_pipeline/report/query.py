@@ -17,7 +17,7 @@ from mergepipe_pipeline.digest import unseal
 from mergepipe_pipeline.domain.selector import Selected, by_expert
 from mergepipe_pipeline.domain.snapshot import PROVENANCE, Snapshot
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
-from mergepipe_pipeline.execution.plan_store import stored_plans
+from mergepipe_pipeline.execution.lookup import stored_plans
 from mergepipe_pipeline.snapshots.find import list_snapshots
 from mergepipe_pipeline.warehouse import Warehouse
 

@@ -21,8 +21,13 @@ from mergepipe_pipeline.arrays import F64Array
 from mergepipe_pipeline.domain.plan import MergePlan, TensorTask
 from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.errors import NotFoundError
-from mergepipe_pipeline.execution.lookup import plan_of, snapshot_of
-from mergepipe_pipeline.execution.plan_store import checked_plan, load_plan, stored_plans
+from mergepipe_pipeline.execution.lookup import (
+    checked_plan,
+    load_plan,
+    plan_of,
+    snapshot_of,
+    stored_plans,
+)
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.problem import SolvedProblem, solve_plan
 from mergepipe_pipeline.planner.level_reasons import level_account

@@ -6,12 +6,12 @@ import os
 from collections.abc import Callable, Mapping
 
 from mergepipe_pipeline.catalog.catalog import Catalog
-from mergepipe_pipeline.checkpoints.open_checkpoint import is_complete, open_checkpoint
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.errors import CheckpointError, RemoteError
 from mergepipe_pipeline.remote.address import HUB, Address, is_address, parse_address
-from mergepipe_pipeline.remote.hub_cache import cached_model
 from mergepipe_pipeline.resolution.names import free_name
+from mergepipe_pipeline.storage.hub_cache import cached_model
+from mergepipe_pipeline.storage.open_checkpoint import is_complete, open_checkpoint
 
 
 def at_address(catalog: Catalog, address: Address, taken: Mapping[str, str]) -> Checkpoint:

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from mergepipe_pipeline.domain.layers import is_optional, layer_index, with_layer_index
 from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError, MergePipeError
-from mergepipe_pipeline.recipe.modules import disjoint, module_of
-from mergepipe_pipeline.recipe.parsed import ParsedRecipe
-from mergepipe_pipeline.recipe.structure import Module
+from mergepipe_pipeline.recipe.outputs import disjoint, module_of
+from mergepipe_pipeline.recipe.structure import Module, ParsedRecipe
 from mergepipe_pipeline.resolution.model_problems import placed_in
 
 

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Catalog, Registration
-from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.contents.away import away_from, open_away, open_root
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.errors import (
@@ -23,10 +22,11 @@ from mergepipe_pipeline.errors import (
 from mergepipe_pipeline.recipe.problems import suggest
 from mergepipe_pipeline.recipe.references import ONE_BY_ONE, UnreadableReference, parse_reference
 from mergepipe_pipeline.remote.address import is_address, is_hub_name, parse_address
-from mergepipe_pipeline.remote.hub_cache import cached_model
 from mergepipe_pipeline.resolution.addresses import at_address, is_offline, look_again, on_hub
 from mergepipe_pipeline.resolution.names import free_name
 from mergepipe_pipeline.storage.chain import NAME
+from mergepipe_pipeline.storage.hub_cache import cached_model
+from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.regular import text_of
 from mergepipe_pipeline.storage.roots import refuse_unmounted, why_unmounted
 from mergepipe_pipeline.warehouse import Warehouse

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from mergepipe_pipeline.domain.recipe import ModelRef
 from mergepipe_pipeline.errors import CheckpointError, MergePipeError, RecipeError
-from mergepipe_pipeline.recipe.parsed import ParsedRecipe
 from mergepipe_pipeline.recipe.problems import KeyPath, line_of, shown_place, suggest
+from mergepipe_pipeline.recipe.structure import ParsedRecipe
 from mergepipe_pipeline.remote.address import is_address, is_hub_name
 from mergepipe_pipeline.resolution.locate import UNKNOWN_MODEL, exists, locate_checkpoint
 from mergepipe_pipeline.warehouse import Warehouse

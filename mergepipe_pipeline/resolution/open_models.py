@@ -10,8 +10,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from mergepipe_pipeline.checkpoints.adapter import Tied, adapter_views, delta_views
-from mergepipe_pipeline.checkpoints.header import tensor_order
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.layers import embedding_like, is_post, tied_partner
 from mergepipe_pipeline.domain.model import Model
@@ -40,6 +38,8 @@ from mergepipe_pipeline.resolution.plain_numbers import (
     refuse_coded,
 )
 from mergepipe_pipeline.resolution.task_heads import as_classifier, refuse_language_base
+from mergepipe_pipeline.storage.adapter import Tied, adapter_views, delta_views
+from mergepipe_pipeline.storage.header import tensor_order
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: Models that need no look-up, by the text (`model@revision` with one) that names them: results of

@@ -17,7 +17,7 @@ from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError
 from mergepipe_pipeline.planner.parts import out_dtype
 from mergepipe_pipeline.recipe.checks import base_takes_part
-from mergepipe_pipeline.recipe.parsed import ParsedRecipe
+from mergepipe_pipeline.recipe.structure import ParsedRecipe
 from mergepipe_pipeline.resolution.model_problems import placed_in
 from mergepipe_pipeline.resolution.recipe_text import SCHEMAS
 

@@ -13,14 +13,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mergepipe_pipeline.checkpoints.adapter_config import CONFIG, parse_adapter_config
-from mergepipe_pipeline.checkpoints.adapter_names import find_changes, whole_name
 from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.domain.layers import embedding_like, is_post
 from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.domain.plan import ConfigValue
 from mergepipe_pipeline.domain.view import view_of
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError
+from mergepipe_pipeline.storage.adapter_config import CONFIG, parse_adapter_config
+from mergepipe_pipeline.storage.adapter_names import find_changes, whole_name
 
 #: The end of a class's name, by the task of an adapter's config.
 _CLASSES = {"SEQ_CLS": "ForSequenceClassification", "TOKEN_CLS": "ForTokenClassification"}

@@ -27,7 +27,7 @@ from mergepipe_pipeline.snapshots.mirror import (
     is_collecting,
     manifest_key,
 )
-from mergepipe_pipeline.snapshots.objects import layer_key_of
+from mergepipe_pipeline.snapshots.stores import layer_key_of
 
 #: What is younger is never removed, in seconds: between a manifest and its ref are a few requests.
 LEAST_AGE_S = 3600.0

@@ -19,8 +19,7 @@ from stat import S_ISREG
 from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.snapshots.find import DamagedSnapshot, scan_snapshots
 from mergepipe_pipeline.snapshots.leases import Living, Need
-from mergepipe_pipeline.snapshots.marks import Marks
-from mergepipe_pipeline.snapshots.objects import ObjectStore, layer_key_of, object_of
+from mergepipe_pipeline.snapshots.stores import Marks, ObjectStore, layer_key_of, object_of
 from mergepipe_pipeline.storage.atomic import remove_tree, rename
 from mergepipe_pipeline.storage.locks import is_held, probed
 

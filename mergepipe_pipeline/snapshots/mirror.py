@@ -37,7 +37,7 @@ from mergepipe_pipeline.remote.address import BUCKETS, parse_address
 from mergepipe_pipeline.remote.bucket import Bucket, Entry
 from mergepipe_pipeline.snapshots.find import manifest_of
 from mergepipe_pipeline.snapshots.foreign import VersionForm
-from mergepipe_pipeline.snapshots.objects import ObjectStore, stored_of
+from mergepipe_pipeline.snapshots.stores import ObjectStore, stored_of
 from mergepipe_pipeline.storage.forms import MAX_NBYTES, read_form
 from mergepipe_pipeline.storage.hashing import file_sha256
 

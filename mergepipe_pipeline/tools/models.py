@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 
 from mergepipe_pipeline.arrays import F32Array
-from mergepipe_pipeline.checkpoints.reader import BlockReader
-from mergepipe_pipeline.checkpoints.stored import Verifier, as_float32, torch_dtype
 from mergepipe_pipeline.contents.input_segments import Inputs, checkpoint_inputs
 from mergepipe_pipeline.contents.side_file_digests import refuse_changed_files
 from mergepipe_pipeline.contents.tensor_digests import content_of
@@ -30,8 +28,11 @@ from mergepipe_pipeline.resolution.aliases import aliases
 from mergepipe_pipeline.resolution.locate import locate_checkpoint
 from mergepipe_pipeline.resolution.plain_numbers import coded_error
 from mergepipe_pipeline.storage.json_text import load_object
+from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.side_files import side_files
 from mergepipe_pipeline.storage.source import CheckpointSource, open_source
+from mergepipe_pipeline.tensors.stored import as_float32, torch_dtype
+from mergepipe_pipeline.tensors.verified import Verifier
 from mergepipe_pipeline.tools.result import Origin
 from mergepipe_pipeline.warehouse import Warehouse
 

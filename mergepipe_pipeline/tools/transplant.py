@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from mergepipe_pipeline.arrays import F32Array
-from mergepipe_pipeline.checkpoints.header import Described
 from mergepipe_pipeline.domain.layers import (
     embedding_like,
     is_embedding,
@@ -30,6 +29,7 @@ from mergepipe_pipeline.errors import CheckpointError, IncompatibleCheckpointsEr
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.resolution.vocabulary_tables import changed_sizes, refuse_left_tables
 from mergepipe_pipeline.snapshots.model_folder import config_json, shard_name
+from mergepipe_pipeline.storage.header import Described
 from mergepipe_pipeline.storage.json_text import json_bytes
 from mergepipe_pipeline.storage.side_files import CONFIG
 from mergepipe_pipeline.tokenizer.model_tokenizer import (

@@ -19,8 +19,8 @@ from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import UNMERGEABLE, EvaluationError
 from mergepipe_pipeline.evaluation.judge import judge
 from mergepipe_pipeline.evaluation.run import evaluate
+from mergepipe_pipeline.execution.lookup import load_plan, store_plan
 from mergepipe_pipeline.execution.plan_leases import lease
-from mergepipe_pipeline.execution.plan_store import load_plan, store_plan
 from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.tracing.regression import Regression, Suspect

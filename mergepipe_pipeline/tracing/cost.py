@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mergepipe_pipeline.domain.plan import MergePlan
-from mergepipe_pipeline.execution.plan_store import load_plan
+from mergepipe_pipeline.execution.lookup import load_plan
 from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.text import size
 from mergepipe_pipeline.timing.forecast import forecast_plan

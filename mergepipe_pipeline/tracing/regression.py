@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.contents.away import open_away, open_root, present_root
 from mergepipe_pipeline.contents.tensor_digests import content_of
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
@@ -20,12 +19,12 @@ from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.domain.request import Request, RequestedModel
 from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.errors import CheckpointChangedError, MergePipeError, NotFoundError
-from mergepipe_pipeline.execution.lookup import request_of
-from mergepipe_pipeline.execution.plan_store import load_plan
+from mergepipe_pipeline.execution.lookup import load_plan, request_of
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import parse_plan
+from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.tracing.changes import Changes, changes_between, contents_of
 from mergepipe_pipeline.warehouse import Warehouse
 

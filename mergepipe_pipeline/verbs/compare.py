@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from mergepipe_pipeline.catalog.catalog import Fact
-from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.contents.away import present_root
 from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.domain.plan import Source
@@ -21,12 +20,12 @@ from mergepipe_pipeline.errors import (
     MergePipeError,
     NotFoundError,
 )
-from mergepipe_pipeline.execution.lookup import snapshot_of
-from mergepipe_pipeline.execution.plan_store import load_plan
+from mergepipe_pipeline.execution.lookup import load_plan, snapshot_of
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.report.comparison import FACT, Comparison, _comparison, full_plan_id
-from mergepipe_pipeline.snapshots.checks import verify_with_progress
+from mergepipe_pipeline.snapshots.commit import verify_with_progress
 from mergepipe_pipeline.snapshots.find import list_snapshots, load_snapshot
+from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
 
 

@@ -46,12 +46,12 @@ from mergepipe_pipeline.errors import (
 )
 from mergepipe_pipeline.evaluation.identity import evaluator_id
 from mergepipe_pipeline.execution.assemble import commit
-from mergepipe_pipeline.execution.plan_leases import lease, lease_layers, lease_recipe
-from mergepipe_pipeline.execution.plan_store import (
+from mergepipe_pipeline.execution.lookup import (
     forget_other_plans,
     load_working_plan,
     store_working_plan,
 )
+from mergepipe_pipeline.execution.plan_leases import lease, lease_layers, lease_recipe
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import made_anew
 from mergepipe_pipeline.integrity.weights import audit_snapshot, refuse_unfit

@@ -6,10 +6,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 from mergepipe_pipeline.evaluation.store import evaluations_of
+from mergepipe_pipeline.snapshots.export import (
+    Shards,
+    check_out,
+    export_snapshot,
+    refuse_full,
+)
 from mergepipe_pipeline.snapshots.find import load_snapshot
-from mergepipe_pipeline.snapshots.folder_export import Shards, export_snapshot
 from mergepipe_pipeline.snapshots.model_folder import RECIPE_FILE
-from mergepipe_pipeline.snapshots.out_folder import check_out, refuse_full
 from mergepipe_pipeline.warehouse import Warehouse
 
 __all__ = ["RECIPE_FILE", "Shards", "check_out", "export", "refuse_full"]

@@ -27,7 +27,7 @@ from mergepipe_pipeline.evaluation.judge import judge
 from mergepipe_pipeline.evaluation.run import evaluate
 from mergepipe_pipeline.evaluation.store import kept
 from mergepipe_pipeline.snapshots.find import load_snapshot
-from mergepipe_pipeline.snapshots.marks import Marks
+from mergepipe_pipeline.snapshots.stores import Marks
 from mergepipe_pipeline.storage.atomic import remove_tree, write_atomic
 from mergepipe_pipeline.warehouse import Warehouse
 

@@ -18,15 +18,15 @@ from pathlib import Path
 
 from mergepipe_pipeline.digest import unseal
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
+from mergepipe_pipeline.execution.lookup import load_working_plan
 from mergepipe_pipeline.execution.plan_leases import need_of
-from mergepipe_pipeline.execution.plan_store import load_working_plan
 from mergepipe_pipeline.search.front import front
 from mergepipe_pipeline.search.ledger import Ledger, searches
 from mergepipe_pipeline.snapshots.collection import GcReport, Roots
 from mergepipe_pipeline.snapshots.collection import collect as run
 from mergepipe_pipeline.snapshots.find import scan_snapshots
 from mergepipe_pipeline.snapshots.leases import Living, Need
-from mergepipe_pipeline.snapshots.marks import Marks
+from mergepipe_pipeline.snapshots.stores import Marks
 from mergepipe_pipeline.storage.atomic import remove_tree
 from mergepipe_pipeline.text import escaped
 from mergepipe_pipeline.verbs.idle_packs import idle_packs

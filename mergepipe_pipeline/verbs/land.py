@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from mergepipe_pipeline.checkpoints.open_checkpoint import model_files, open_checkpoint
 from mergepipe_pipeline.deploy.arrivals import mark_landed
 from mergepipe_pipeline.deploy.stamps import stamps_of, token_of
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
@@ -31,6 +30,7 @@ from mergepipe_pipeline.storage.atomic import (
     write_atomic,
 )
 from mergepipe_pipeline.storage.chain import NAME
+from mergepipe_pipeline.storage.open_checkpoint import model_files, open_checkpoint
 from mergepipe_pipeline.storage.regular import text_of
 from mergepipe_pipeline.storage.side_files import pieces
 from mergepipe_pipeline.storage.source import (

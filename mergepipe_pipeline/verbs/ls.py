@@ -15,8 +15,7 @@ from mergepipe_pipeline.evaluation.store import evaluations_of
 from mergepipe_pipeline.execution.lookup import provenance_of
 from mergepipe_pipeline.packs.store import Pack
 from mergepipe_pipeline.snapshots.find import scan_snapshots
-from mergepipe_pipeline.snapshots.marks import Marks
-from mergepipe_pipeline.snapshots.refs import RefStore
+from mergepipe_pipeline.snapshots.stores import Marks, RefStore
 from mergepipe_pipeline.text import escaped
 from mergepipe_pipeline.warehouse import Warehouse
 

@@ -19,9 +19,8 @@ from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.domain.snapshot import Ref, Snapshot
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import DamagedPackError
-from mergepipe_pipeline.execution.base_prefetch import prefetch_base
 from mergepipe_pipeline.execution.egress import traffic, traffic_since
-from mergepipe_pipeline.execution.planning import plan_resolved, resolve_after_stages
+from mergepipe_pipeline.execution.planning import plan_resolved, prefetch_base, resolve_after_stages
 from mergepipe_pipeline.execution.run import MergeOutcome, refuse_full_disk, run_plan
 from mergepipe_pipeline.integrity.weights import non_finite_warning
 from mergepipe_pipeline.progress import Progress, Silent

@@ -8,7 +8,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from math import prod
 
-from mergepipe_pipeline.checkpoints.reader import BlockReader
 from mergepipe_pipeline.contents.input_segments import checkpoint_inputs
 from mergepipe_pipeline.deploy.recipe_files import bases_read
 from mergepipe_pipeline.domain.model import Model
@@ -33,6 +32,7 @@ from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.resolution.locate import locate_registered, names_here
 from mergepipe_pipeline.resolution.open_models import open_pair
 from mergepipe_pipeline.storage.atomic import replace_dir
+from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.source import Reading, open_source
 from mergepipe_pipeline.storage.uncached import fits_page_cache
 from mergepipe_pipeline.text import percent

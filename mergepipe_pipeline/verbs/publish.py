@@ -6,10 +6,10 @@ from mergepipe_pipeline.domain.snapshot import Ref, Snapshot
 from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.execution.lookup import snapshot_of
 from mergepipe_pipeline.progress import Progress, Silent
-from mergepipe_pipeline.snapshots.checks import Checked, verify_snapshot
+from mergepipe_pipeline.snapshots.commit import Checked, verify_snapshot
 from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.snapshots.leases import Need
-from mergepipe_pipeline.snapshots.marks import Marks
+from mergepipe_pipeline.snapshots.stores import Marks
 from mergepipe_pipeline.warehouse import Warehouse
 
 

@@ -6,16 +6,19 @@ from mergepipe_pipeline.domain.outcome import StoredObject
 from mergepipe_pipeline.domain.snapshot import PROVENANCE, Manifest, Snapshot
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundError
 from mergepipe_pipeline.execution.plan_leases import staging as staging_of
-from mergepipe_pipeline.integrity.lineage import refuse_other_lineage
+from mergepipe_pipeline.integrity.records import refuse_other_lineage
 from mergepipe_pipeline.progress import Progress, Silent
-from mergepipe_pipeline.snapshots.checks import verify_snapshot
-from mergepipe_pipeline.snapshots.commit import commit_snapshot, damage_of
+from mergepipe_pipeline.snapshots.commit import (
+    commit_snapshot,
+    damage_of,
+    stage_snapshot,
+    verify_snapshot,
+)
 from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.snapshots.foreign import provenance_from
 from mergepipe_pipeline.snapshots.leases import Need
-from mergepipe_pipeline.snapshots.marks import Marks
 from mergepipe_pipeline.snapshots.mirror import Mirror, mirror_at, provenance_key
-from mergepipe_pipeline.snapshots.stage import stage_snapshot
+from mergepipe_pipeline.snapshots.stores import Marks
 from mergepipe_pipeline.storage.chain import MOST_VERSIONS
 from mergepipe_pipeline.text import whole_number
 from mergepipe_pipeline.warehouse import BUCKET, Warehouse

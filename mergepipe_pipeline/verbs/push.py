@@ -16,10 +16,10 @@ from mergepipe_pipeline.remote.bucket import Bucket
 from mergepipe_pipeline.remote.bucket_push import push_to_bucket
 from mergepipe_pipeline.remote.hub_push import push_to_hub
 from mergepipe_pipeline.remote.outgoing import OutgoingFile, Pushed
-from mergepipe_pipeline.snapshots.checks import verify_with_progress
+from mergepipe_pipeline.snapshots.commit import verify_with_progress
+from mergepipe_pipeline.snapshots.export import FIRST_OPENED, files_named, outgoing_files
 from mergepipe_pipeline.snapshots.find import load_snapshot, manifest_of
 from mergepipe_pipeline.snapshots.leases import Need
-from mergepipe_pipeline.snapshots.outgoing import FIRST_OPENED, files_named, outgoing_files
 from mergepipe_pipeline.warehouse import Warehouse
 
 

@@ -13,7 +13,6 @@ from dataclasses import replace as replaced
 from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Registration
-from mergepipe_pipeline.checkpoints.open_checkpoint import model_files
 from mergepipe_pipeline.contents.other_codecs import refuse_other_codec
 from mergepipe_pipeline.contents.side_file_digests import refuse_changed_files
 from mergepipe_pipeline.contents.tensor_digests import refuse_changed_tensors
@@ -37,6 +36,7 @@ from mergepipe_pipeline.resolution.locate import locate_registered
 from mergepipe_pipeline.resolution.open_models import open_pair
 from mergepipe_pipeline.snapshots.leases import Need
 from mergepipe_pipeline.storage.hashing import file_sha256
+from mergepipe_pipeline.storage.open_checkpoint import model_files
 from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.verbs.push import writable
 from mergepipe_pipeline.warehouse import Warehouse

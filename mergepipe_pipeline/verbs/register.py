@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Registration
-from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.errors import CheckpointError
 from mergepipe_pipeline.remote.address import is_address, is_hub_name
 from mergepipe_pipeline.resolution.locate import expanded, locate_checkpoint, locate_registered
 from mergepipe_pipeline.resolution.names import free_name
+from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
 
 

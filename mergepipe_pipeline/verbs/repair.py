@@ -28,7 +28,7 @@ from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.storage.atomic import adopt_file
 from mergepipe_pipeline.verbs.analyze import analyze
 from mergepipe_pipeline.verbs.repair_names import set_aside
-from mergepipe_pipeline.verbs.verify_all import verify_all
+from mergepipe_pipeline.verbs.verify import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 
 _SCOPES: tuple[Scope, ...] = ("structure", "digests", "lineage")

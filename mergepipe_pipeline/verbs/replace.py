@@ -13,8 +13,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
-from mergepipe_pipeline.checkpoints.reader import BlockReader
 from mergepipe_pipeline.contents.away_files import refuse_other_base
 from mergepipe_pipeline.contents.input_segments import checkpoint_inputs
 from mergepipe_pipeline.contents.other_codecs import refuse_other_codec
@@ -37,7 +35,7 @@ from mergepipe_pipeline.packs.replaced import (
 )
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.resolution.locate import expanded, locate_registered, registered_version
-from mergepipe_pipeline.snapshots.folder_export import staging_beside
+from mergepipe_pipeline.snapshots.export import staging_beside
 from mergepipe_pipeline.storage.atomic import (
     copy_file,
     make_dirs,
@@ -47,7 +45,9 @@ from mergepipe_pipeline.storage.atomic import (
     replace_dir,
 )
 from mergepipe_pipeline.storage.hashing import file_sha256
+from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.permissions import give_permissions, make_removable
+from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.roots import refuse_unmounted, why_unmounted
 from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.verbs.cold_places import (

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.contents.away import present_root
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.digest import digest_json
@@ -28,16 +27,16 @@ from mergepipe_pipeline.errors import (
     NotFoundError,
 )
 from mergepipe_pipeline.execution.lookup import provenance_of, snapshot_named
-from mergepipe_pipeline.execution.planning import plan_resolved
+from mergepipe_pipeline.execution.plan_leases import scratch
+from mergepipe_pipeline.execution.planning import plan_resolved, run_stages
 from mergepipe_pipeline.execution.run import run_plan
-from mergepipe_pipeline.execution.run_stages import run_stages
-from mergepipe_pipeline.execution.scratch import scratch
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.recipe.selectors import Recorded
 from mergepipe_pipeline.resolution.open_models import packable
 from mergepipe_pipeline.resolution.recipe_text import as_asked, parse
 from mergepipe_pipeline.resolution.resolve import ResolvedRecipe, resolve_stage
+from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.profile import store_seek
 from mergepipe_pipeline.verbs.pack import repack
 from mergepipe_pipeline.warehouse import Warehouse

@@ -1,12 +1,27 @@
-"""The verb `verify`: every byte of a snapshot is what was written."""
+"""The verb `verify`: every byte of a snapshot is what was written; `--all`: of a warehouse.
+
+A verification of all that is interrupted goes on where it was: files that it found right are known
+by their inode, size and time until one verification has come to its end. A warehouse that cannot be
+written is verified all the same, from the beginning each time.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
+from mergepipe_pipeline.catalog.seals import untouched
+from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.execution.lookup import snapshot_named
-from mergepipe_pipeline.progress import Progress
-from mergepipe_pipeline.snapshots.checks import Verification, verify_with_progress
+from mergepipe_pipeline.integrity.auditor import SCOPES, Auditor, Finding, Scope
+from mergepipe_pipeline.integrity.inputs import verify_inputs
+from mergepipe_pipeline.integrity.packs import verify_frames, verify_indexes
+from mergepipe_pipeline.integrity.records import verify_lineage, verify_structure
+from mergepipe_pipeline.integrity.results import report_shards, verify_digests
+from mergepipe_pipeline.progress import Progress, Silent
+from mergepipe_pipeline.snapshots.commit import Verification, verify_with_progress
+from mergepipe_pipeline.storage.journal import Journal
 from mergepipe_pipeline.warehouse import Warehouse
 
 
@@ -20,3 +35,56 @@ def verify(warehouse: Warehouse, what: str, progress: Progress | None = None) ->
     snapshot = snapshot_named(warehouse, what)
     is_copy = Path(snapshot.path).parent != warehouse.snapshots
     return verify_with_progress(snapshot, progress, is_copy=is_copy)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a verification found: `nbytes` were hashed now, `resumed_files` by one before it."""
+
+    scopes: tuple[Scope, ...]
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]
+    files: int
+    nbytes: int
+    resumed_files: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.findings
+
+
+def verify_all(
+    warehouse: Warehouse,
+    scopes: Collection[Scope] = SCOPES,
+    *,
+    fresh: bool = False,
+    inputs_of: Snapshot | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Look at all of a warehouse in these scopes; changes nothing. `fresh`: resume nothing.
+
+    `inputs_of` restricts the inputs to those of one snapshot. Raises StorageFullError.
+    """
+    wanted = tuple(s for s in SCOPES if s in scopes)
+    path = warehouse.verified_path(inputs_of.snapshot_id if inputs_of else "-".join(wanted))
+    verified = Journal(path)
+    if fresh:
+        verified.discard()
+    with verified as journal, untouched():
+        audit, resumed = Auditor(journal), len(journal)
+        shown = progress or Silent()
+        if "structure" in scopes:
+            verify_structure(warehouse, audit)
+            verify_indexes(warehouse, audit)
+        if "lineage" in scopes:
+            verify_lineage(warehouse, audit)
+        if "digests" in scopes:
+            verify_digests(warehouse, audit, shown)
+            report_shards(warehouse, audit)
+            verify_frames(warehouse, audit, shown)
+        if "inputs" in scopes:
+            verify_inputs(warehouse, audit, shown, inputs_of)
+    verified.discard()
+    ordered = sorted(audit.findings, key=lambda f: (SCOPES.index(f.scope), f.where))
+    return Report(wanted, tuple(ordered), tuple(audit.notes), audit.files, audit.nbytes, resumed)

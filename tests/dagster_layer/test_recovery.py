@@ -22,7 +22,7 @@ from mergepipe_pipeline.sensors.reload import build_reload_sensor
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.verbs.deploy import last_release
 from mergepipe_pipeline.verbs.publish import history
-from mergepipe_pipeline.verbs.verify_all import verify_all
+from mergepipe_pipeline.verbs.verify import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.conftest import Drop, known_experts
 from tests.dagster_layer.daemon import running_daemon

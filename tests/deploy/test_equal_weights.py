@@ -11,7 +11,7 @@ import pytest
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.execution.plan_store import working_plans
+from mergepipe_pipeline.execution.lookup import working_plans
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.verbs import deploy
 from mergepipe_pipeline.verbs.deploy import (
@@ -23,7 +23,7 @@ from mergepipe_pipeline.verbs.deploy import (
 )
 from mergepipe_pipeline.verbs.gc import collect
 from mergepipe_pipeline.verbs.index import index_arrival
-from mergepipe_pipeline.verbs.verify_all import verify_all
+from mergepipe_pipeline.verbs.verify import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 
 

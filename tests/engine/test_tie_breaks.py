@@ -16,10 +16,9 @@ import pytest
 from mergepipe_pipeline.arrays import U8Array
 from mergepipe_pipeline.domain.blocks import Range
 from mergepipe_pipeline.domain.plan import MergePlan, TrimRule
-from mergepipe_pipeline.engine.buffers import BufferPool
 from mergepipe_pipeline.engine.execute import LayerRunner
 from mergepipe_pipeline.engine.options import EngineOptions
-from mergepipe_pipeline.engine.window import Window
+from mergepipe_pipeline.engine.window import BufferPool, Window
 from tests.engine.plans import merged
 from tests.support.kinds import KINDS, Kinds, make_kinds
 from tests.support.stored import Floats

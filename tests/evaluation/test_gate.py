@@ -33,8 +33,7 @@ from mergepipe_pipeline.verbs.ls import ls
 from mergepipe_pipeline.verbs.promote import promote
 from mergepipe_pipeline.verbs.publish import history
 from mergepipe_pipeline.verbs.repair import repair
-from mergepipe_pipeline.verbs.verify import verify
-from mergepipe_pipeline.verbs.verify_all import verify_all
+from mergepipe_pipeline.verbs.verify import verify, verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.evaluation.quality import EVALUATOR, recipe, set_weight, standing
 

@@ -8,9 +8,8 @@ from time import monotonic, sleep
 import pytest
 
 from mergepipe_pipeline.errors import CheckpointChangedError
-from mergepipe_pipeline.execution import base_prefetch
-from mergepipe_pipeline.execution.base_prefetch import is_worth_prefetching, prefetch_base
-from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.execution import planning
+from mergepipe_pipeline.execution.planning import is_worth_prefetching, make_plan, prefetch_base
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.resolution.resolve import ResolvedRecipe, resolve
 from mergepipe_pipeline.storage.source import LocalSource
@@ -65,7 +64,7 @@ def test_it_ends_with_the_planning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     checked = known(home, recipe_text, "50%")
-    monkeypatch.setattr(base_prefetch, "_STEP_NBYTES", 1)
+    monkeypatch.setattr(planning, "_STEP_NBYTES", 1)
     reads.clear()
     with prefetch_base(checked):
         wait_for(lambda: bool(reads))
@@ -90,7 +89,7 @@ def test_nor_does_one_whose_base_the_page_cache_cannot_hold(
 ) -> None:
     checked = known(home, recipe_text, "50%")
     assert is_worth_prefetching(checked)
-    monkeypatch.setattr(base_prefetch, "fits_page_cache", lambda nbytes: False)
+    monkeypatch.setattr(planning, "fits_page_cache", lambda nbytes: False)
     assert not is_worth_prefetching(checked)
 
 

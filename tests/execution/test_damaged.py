@@ -19,7 +19,7 @@ from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.verbs.publish import history, publish
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.verbs.repair import repair
-from mergepipe_pipeline.verbs.verify_all import verify_all
+from mergepipe_pipeline.verbs.verify import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mergepipe_pipeline.execution.plan_store import load_plan
+from mergepipe_pipeline.execution.lookup import load_plan
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.verbs.merge import merge
 from mergepipe_pipeline.verbs.pack import pack

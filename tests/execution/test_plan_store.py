@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mergepipe_pipeline.digest import canonical_json, seal_line
 from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.execution.plan_store import load_plan
+from mergepipe_pipeline.execution.lookup import load_plan
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.report.query import query
 from mergepipe_pipeline.report.stories import explain_expert

@@ -17,8 +17,8 @@ from mergepipe_pipeline.domain.snapshot import ShardEntry, Snapshot
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.resolution.recipe_text import parse
-from mergepipe_pipeline.snapshots import checks
-from mergepipe_pipeline.snapshots.checks import verify_snapshot
+from mergepipe_pipeline.snapshots import commit as checks
+from mergepipe_pipeline.snapshots.commit import verify_snapshot
 from mergepipe_pipeline.verbs import deploy
 from mergepipe_pipeline.verbs.audit import audit_recipe
 from mergepipe_pipeline.verbs.index import index_arrival

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from mergepipe_pipeline.engine.options import EngineOptions
-from mergepipe_pipeline.execution.plan_store import load_plan
+from mergepipe_pipeline.execution.lookup import load_plan
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import MergeOutcome, run_plan
 from mergepipe_pipeline.operators.steps.random import keep_mask

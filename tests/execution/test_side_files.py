@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from mergepipe_pipeline.errors import CheckpointError, CorruptionError, MergePipeError
-from mergepipe_pipeline.snapshots.checks import verify_snapshot
+from mergepipe_pipeline.snapshots.commit import verify_snapshot
 from mergepipe_pipeline.verbs.export import export
 from mergepipe_pipeline.verbs.land import land
 from mergepipe_pipeline.verbs.verify import verify

@@ -19,15 +19,14 @@ from hypothesis import strategies as st
 
 from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.snapshots.checks import verify_snapshot
+from mergepipe_pipeline.snapshots.commit import verify_snapshot
 from mergepipe_pipeline.storage import atomic
 from mergepipe_pipeline.storage.profile import store_seek
 from mergepipe_pipeline.verbs.gc import collect
 from mergepipe_pipeline.verbs.publish import publish
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.verbs.repair import repair
-from mergepipe_pipeline.verbs.verify import verify
-from mergepipe_pipeline.verbs.verify_all import verify_all
+from mergepipe_pipeline.verbs.verify import verify, verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.execution.test_run import run
 from tests.support.listed import folders_listed
@@ -436,7 +435,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from mergepipe_pipeline.integrity.auditor import Auditor
-from mergepipe_pipeline.verbs.verify_all import verify_all
+from mergepipe_pipeline.verbs.verify import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 
 left, real = [int(sys.argv[2])], Auditor.done

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from mergepipe_pipeline.engine.accelerator import stays_on_cpu
 from mergepipe_pipeline.operators import OPERATORS, Window
-from mergepipe_pipeline.operators.steps import on_device, random, sparsify
+from mergepipe_pipeline.operators.steps import random, sparsify
 from tests.operators.cases import assert_same_bits, big_job
 
 MERGING = [name for name, op in OPERATORS.items() if op.choose is None]
@@ -88,7 +88,7 @@ def same_but_for_nan(found: torch.Tensor, wanted: torch.Tensor) -> None:
 )
 def test_numbers_are_those_of_the_reference(device: str, seed: int, start: int, n: int) -> None:
     key = random.stream_key(seed, 2, "w")
-    found = on_device.uniforms(key, start, torch.empty(n, device=device)).cpu()
+    found = sparsify.uniforms_on_device(key, start, torch.empty(n, device=device)).cpu()
     assert found.dtype == torch.int64
     assert found.tolist() == random.uniforms(seed, 2, "w", start, n).tolist()
 
@@ -98,8 +98,8 @@ def test_numbers_are_those_of_the_reference(device: str, seed: int, start: int, 
 def test_a_drop_keeps_what_the_mask_of_the_reference_keeps(device: str, density: float) -> None:
     delta = strange(1, 3001)
     found = delta.to(device, copy=True)
-    numbers = on_device.uniforms(random.stream_key(3, 1, "w"), 7, found)
-    on_device.drop_(found, numbers, random.keep_below(density))
+    numbers = sparsify.uniforms_on_device(random.stream_key(3, 1, "w"), 7, found)
+    sparsify.drop_numbered_(found, numbers, random.keep_below(density))
     keep = random.keep_mask(3, 1, "w", 7, 3001, density)
     same_but_for_nan(found, delta * torch.from_numpy(keep))
 
@@ -116,10 +116,10 @@ def test_a_drop_by_rank_is_the_one_of_numpy(
 ) -> None:
     wanted = strange(seed, shape[0] * shape[1]).view(shape)
     found = wanted.to(device, copy=True)
-    drawn = on_device.uniforms(np.uint64(seed), 5, found.view(-1))
+    drawn = sparsify.uniforms_on_device(np.uint64(seed), 5, found.view(-1))
     numbers = drawn.cpu().numpy().astype(np.uint32)
     table = sparsify.rank_probability(shape[1], 0.6, 0.3)
-    on_device.drop_by_rank_(found, drawn, table, inverse=inverse)
+    sparsify.drop_by_rank_on_device_(found, drawn, table, inverse=inverse)
     sparsify.drop_by_rank_(wanted, numbers, 0.6, 0.3, inverse=inverse)
     same_but_for_nan(found, wanted)
 

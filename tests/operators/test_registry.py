@@ -12,8 +12,7 @@ import pytest
 from mergepipe_pipeline.domain.operator import Parameter
 from mergepipe_pipeline.errors import OperatorError
 from mergepipe_pipeline.operators import OPERATORS
-from mergepipe_pipeline.operators.steps.registry import operator
-from mergepipe_pipeline.operators.steps.signature import ONE_EACH, Density, Lambda, Weight
+from mergepipe_pipeline.operators.steps.registry import ONE_EACH, Density, Lambda, Weight, operator
 from tests.operators.cases import job_for, merge
 
 W = (("weight", 1.0),)

@@ -18,7 +18,7 @@ from mergepipe_pipeline.errors import (
     MergePipeError,
     NotFoundError,
 )
-from mergepipe_pipeline.execution.plan_store import load_plan
+from mergepipe_pipeline.execution.lookup import load_plan
 from mergepipe_pipeline.execution.run import MergeOutcome, run_plan
 from mergepipe_pipeline.packs.index import frames_path
 from mergepipe_pipeline.resolution.locate import locate_checkpoint, locate_registered
@@ -29,7 +29,7 @@ from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.verbs.replace import move_to_cold, unpack
 from mergepipe_pipeline.verbs.replay import replay
-from mergepipe_pipeline.verbs.verify_all import verify_all
+from mergepipe_pipeline.verbs.verify import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.packs.families import packed_family, write_family
 from tests.packs.test_upkeep import flip

@@ -14,14 +14,14 @@ from mergepipe_pipeline.errors import CorruptionError, DamagedPackError
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_layers
 from mergepipe_pipeline.packs.index import frames_path, write_index
-from mergepipe_pipeline.recipe.parsed import ParsedRecipe
+from mergepipe_pipeline.recipe.structure import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.storage.atomic import remove_tree
 from mergepipe_pipeline.verbs.merge import merge
 from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.verbs.repair import repair
 from mergepipe_pipeline.verbs.replace import unpack
-from mergepipe_pipeline.verbs.verify_all import verify_all
+from mergepipe_pipeline.verbs.verify import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.packs.families import packed_family, write_family
 from tests.support.told import Told

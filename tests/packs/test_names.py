@@ -10,7 +10,7 @@ from mergepipe_pipeline.verbs.merge import merge
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.verbs.repair import repair
 from mergepipe_pipeline.verbs.replace import unpack
-from mergepipe_pipeline.verbs.verify_all import verify_all
+from mergepipe_pipeline.verbs.verify import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.packs.families import packed_family, write_family
 

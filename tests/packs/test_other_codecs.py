@@ -22,14 +22,14 @@ from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_layers
 from mergepipe_pipeline.packs.index import INDEX, read_contents
 from mergepipe_pipeline.packs.replaced import put_record
-from mergepipe_pipeline.recipe.parsed import ParsedRecipe
+from mergepipe_pipeline.recipe.structure import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.verbs.gc import collect
 from mergepipe_pipeline.verbs.ls import ls
 from mergepipe_pipeline.verbs.merge import merge
 from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.verbs.replace import move_to_cold, unpack
-from mergepipe_pipeline.verbs.verify_all import verify_all
+from mergepipe_pipeline.verbs.verify import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.packs.families import packed_family, write_family
 from tests.support.told import Told

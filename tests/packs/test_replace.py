@@ -28,7 +28,7 @@ from mergepipe_pipeline.verbs.analyze import analyze
 from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.verbs.replace import move_to_cold, unpack
-from mergepipe_pipeline.verbs.verify_all import verify_all
+from mergepipe_pipeline.verbs.verify import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.packs.models import base_tensors, expert_tensors, warehouse_of
 from tests.support.stored import write

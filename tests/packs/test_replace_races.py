@@ -19,7 +19,7 @@ from mergepipe_pipeline.progress import Advance, Silent
 from mergepipe_pipeline.storage import atomic
 from mergepipe_pipeline.verbs.pack import Packed, pack
 from mergepipe_pipeline.verbs.replace import Moved, move_to_cold, unpack
-from mergepipe_pipeline.verbs.verify_all import verify_all
+from mergepipe_pipeline.verbs.verify import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.packs.test_replace import files_in, with_side_files
 from tests.snapshots.tiny import Crash, count_steps, crash_at

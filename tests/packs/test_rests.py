@@ -12,12 +12,12 @@ from mergepipe_pipeline.errors import CorruptionError, NotFoundError
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_layers
 from mergepipe_pipeline.packs.replaced import RECORD, Replaced
-from mergepipe_pipeline.recipe.parsed import ParsedRecipe
+from mergepipe_pipeline.recipe.structure import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.verbs.analyze import analyze
 from mergepipe_pipeline.verbs.merge import merge
 from mergepipe_pipeline.verbs.replace import unpack
-from mergepipe_pipeline.verbs.verify_all import verify_all
+from mergepipe_pipeline.verbs.verify import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.packs.families import packed_family, write_family
 

@@ -18,7 +18,7 @@ from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.index import frames_path
 from mergepipe_pipeline.verbs.gc import collect
 from mergepipe_pipeline.verbs.pack import pack
-from mergepipe_pipeline.verbs.verify_all import verify_all
+from mergepipe_pipeline.verbs.verify import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.packs.approximate import decode_approximate, quantised_at
 from tests.packs.models import base_tensors, expert_tensors, warehouse_of

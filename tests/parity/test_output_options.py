@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
-from mergepipe_pipeline.snapshots.checks import verify_snapshot
+from mergepipe_pipeline.snapshots.commit import verify_snapshot
 from mergepipe_pipeline.snapshots.find import read_manifest
 from mergepipe_pipeline.verbs.export import RECIPE_FILE
 from mergepipe_pipeline.verbs.merge import merge

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mergepipe_pipeline.domain.recipe import Recipe
 from mergepipe_pipeline.recipe.parse import parse_recipes, resolve_recipe
-from mergepipe_pipeline.recipe.parsed import ParsedRecipe
+from mergepipe_pipeline.recipe.structure import ParsedRecipe
 from tests.recipe.schemas import METHODS, Table, names_of, table
 
 _VISION = tuple(f"visual.blocks.{k}.attn.qkv.weight" for k in range(2))

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from mergepipe_pipeline.domain.recipe import Budget, ModelRef, Selection, Share
 from mergepipe_pipeline.errors import BudgetError, RecipeError
-from mergepipe_pipeline.recipe.budget_options import read_budget
-from mergepipe_pipeline.recipe.patterns import fits, selects
+from mergepipe_pipeline.recipe.budget import fits, read_budget, selects
 from mergepipe_pipeline.recipe.problems import Problems
 from mergepipe_pipeline.recipe.references import parse_reference
 from tests.recipe.synthetic import parse_all, resolve_all

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.domain.plan_json import plan_from_json
 from mergepipe_pipeline.errors import CorruptionError, NotFoundError
-from mergepipe_pipeline.execution import plan_store
+from mergepipe_pipeline.execution import lookup
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.report.explain_tables import (
     block_records,
@@ -184,7 +184,7 @@ def test_only_plans_with_the_expert_are_built_whole(
         built.append(plan_from_json(value).plan_id)
         return plan_from_json(value)
 
-    monkeypatch.setattr(plan_store, "plan_from_json", counted)
+    monkeypatch.setattr(lookup, "plan_from_json", counted)
     found = explain_expert(home, "expert_01").appearances
     assert [a.id for a in found] == [plans[2].plan_id]
     assert set(built) == {plans[2].plan_id}

@@ -15,7 +15,6 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.errors import (
     BusyError,
@@ -28,6 +27,7 @@ from mergepipe_pipeline.errors import (
 from mergepipe_pipeline.search.candidate import Merged, measure, merge_candidate
 from mergepipe_pipeline.search.ledger import Ledger
 from mergepipe_pipeline.snapshots.find import list_snapshots
+from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.verbs.gc import collect
 from mergepipe_pipeline.verbs.repair import repair
 from mergepipe_pipeline.verbs.search import (
@@ -45,7 +45,7 @@ from mergepipe_pipeline.verbs.search import (
     start_search,
     state_of,
 )
-from mergepipe_pipeline.verbs.verify_all import verify_all
+from mergepipe_pipeline.verbs.verify import verify_all
 from tests.search.world import EVALUATOR, World
 from tests.support.family import layout, tensors_of, write_model
 

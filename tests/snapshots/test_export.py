@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
-from mergepipe_pipeline.snapshots.folder_export import export_snapshot
+from mergepipe_pipeline.snapshots.export import export_snapshot
 from tests.snapshots.tiny import Store
 
 KILLED = """
 import os, sys
 from pathlib import Path
-from mergepipe_pipeline.snapshots.folder_export import export_snapshot
+from mergepipe_pipeline.snapshots.export import export_snapshot
 from mergepipe_pipeline.snapshots.find import list_snapshots
 from mergepipe_pipeline.storage import atomic
 

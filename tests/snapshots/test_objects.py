@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
-from mergepipe_pipeline.snapshots.checks import verify_snapshot
 from mergepipe_pipeline.snapshots.collection import collect
+from mergepipe_pipeline.snapshots.commit import verify_snapshot
+from mergepipe_pipeline.snapshots.export import export_snapshot
 from mergepipe_pipeline.snapshots.find import load_snapshot, scan_snapshots
-from mergepipe_pipeline.snapshots.folder_export import export_snapshot
 from mergepipe_pipeline.snapshots.model_folder import RECIPE_FILE
-from mergepipe_pipeline.snapshots.objects import ObjectStore
+from mergepipe_pipeline.snapshots.stores import ObjectStore
 from mergepipe_pipeline.storage import atomic
 from tests.snapshots.tiny import Crash, Store, count_steps, crash_at
 

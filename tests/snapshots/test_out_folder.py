@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.errors import MergePipeError
-from mergepipe_pipeline.snapshots.out_folder import check_out
+from mergepipe_pipeline.snapshots.export import check_out
 
 
 @pytest.fixture

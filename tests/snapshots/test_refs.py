@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mergepipe_pipeline.errors import CommitConflictError, MergePipeError, NotFoundError
-from mergepipe_pipeline.snapshots.refs import RefStore
+from mergepipe_pipeline.snapshots.stores import RefStore
 from mergepipe_pipeline.storage import atomic
 from tests.snapshots.tiny import Crash, crash_at
 

@@ -15,8 +15,7 @@ from safetensors.numpy import load_file
 
 from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.errors import CorruptionError, NotFoundError
-from mergepipe_pipeline.snapshots.checks import Checked, verify_snapshot
-from mergepipe_pipeline.snapshots.commit import commit_snapshot
+from mergepipe_pipeline.snapshots.commit import Checked, commit_snapshot, verify_snapshot
 from mergepipe_pipeline.snapshots.find import list_snapshots, load_snapshot
 from mergepipe_pipeline.storage import atomic
 from tests.snapshots.tiny import Crash, Store, count_steps, crash_at

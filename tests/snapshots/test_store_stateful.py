@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from mergepipe_pipeline.errors import NotFoundError
-from mergepipe_pipeline.snapshots.checks import verify_snapshot
 from mergepipe_pipeline.snapshots.collection import collect
+from mergepipe_pipeline.snapshots.commit import verify_snapshot
 from mergepipe_pipeline.snapshots.find import list_snapshots
 from mergepipe_pipeline.storage import atomic
 from tests.snapshots.tiny import Crash, Store, crash_at

@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.errors import (
     CheckpointChangedError,
     CheckpointError,
@@ -24,11 +23,11 @@ from mergepipe_pipeline.errors import (
 )
 from mergepipe_pipeline.progress import Advance, Silent
 from mergepipe_pipeline.report.stories import explain_snapshot
+from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.verbs.convert import convert
 from mergepipe_pipeline.verbs.merge import merge
 from mergepipe_pipeline.verbs.replay import replay
-from mergepipe_pipeline.verbs.verify import verify
-from mergepipe_pipeline.verbs.verify_all import verify_all
+from mergepipe_pipeline.verbs.verify import verify, verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 
 

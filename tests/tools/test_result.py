@@ -16,8 +16,7 @@ from mergepipe_pipeline.storage import atomic
 from mergepipe_pipeline.verbs.extract_lora import extract_lora
 from mergepipe_pipeline.verbs.merge import merge
 from mergepipe_pipeline.verbs.publish import publish
-from mergepipe_pipeline.verbs.verify import verify
-from mergepipe_pipeline.verbs.verify_all import verify_all
+from mergepipe_pipeline.verbs.verify import verify, verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 
 

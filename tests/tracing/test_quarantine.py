@@ -29,7 +29,7 @@ from mergepipe_pipeline.verbs.promote import promote
 from mergepipe_pipeline.verbs.publish import publish
 from mergepipe_pipeline.verbs.quarantine import quarantine
 from mergepipe_pipeline.verbs.repair import repair
-from mergepipe_pipeline.verbs.verify_all import verify_all
+from mergepipe_pipeline.verbs.verify import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 
 Land = Callable[[str, str], None]

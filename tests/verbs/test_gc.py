@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.cli.snapshots import gc as gc_command
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
 from mergepipe_pipeline.engine.options import EngineOptions
@@ -29,6 +28,7 @@ from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.snapshots.leases import Leases
 from mergepipe_pipeline.storage import atomic, locks
 from mergepipe_pipeline.storage.chain import VersionChain
+from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.timing.calibrate import calibrate
 from mergepipe_pipeline.verbs.deploy import merge_recipe, plan_recipe, snapshot_recipe
 from mergepipe_pipeline.verbs.gc import collect
@@ -45,7 +45,7 @@ RecipeText = Callable[..., str]
 STOPPING = """
 import os, signal, sys
 from mergepipe_pipeline.cli.main import main
-from mergepipe_pipeline.snapshots.objects import ObjectStore
+from mergepipe_pipeline.snapshots.stores import ObjectStore
 record = ObjectStore.record
 def stop_first(self, *given):
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -143,7 +143,7 @@ def test_the_mark_of_a_stage_goes_although_a_collection_was_killed_before_it(
     plan = make_plan(home, parse(first(family), name="t", where="t"))
     run_plan(home, plan, is_stage=True)
     with monkeypatch.context() as patched:
-        patched.setattr("mergepipe_pipeline.snapshots.marks.Marks.forget", None)
+        patched.setattr("mergepipe_pipeline.snapshots.stores.Marks.forget", None)
         with pytest.raises(TypeError):
             collect(home, older_than_s=0)
     known = {s.name for s in home.snapshots.iterdir()}

@@ -16,8 +16,8 @@ from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.execution.plan_leases import lease
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.resolution.recipe_text import parse
-from mergepipe_pipeline.snapshots.checks import verify_snapshot
-from mergepipe_pipeline.snapshots.marks import Marks
+from mergepipe_pipeline.snapshots.commit import verify_snapshot
+from mergepipe_pipeline.snapshots.stores import Marks
 from mergepipe_pipeline.storage.atomic import remove_tree
 from mergepipe_pipeline.verbs import merge as merging
 from mergepipe_pipeline.verbs import publish as publishing
@@ -25,7 +25,7 @@ from mergepipe_pipeline.verbs.gc import collect
 from mergepipe_pipeline.verbs.merge import merge
 from mergepipe_pipeline.verbs.publish import publish, rollback
 from mergepipe_pipeline.verbs.register import register
-from mergepipe_pipeline.verbs.verify_all import verify_all
+from mergepipe_pipeline.verbs.verify import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 
 Merge = Callable[[str], str]

@@ -14,7 +14,7 @@ from mergepipe_pipeline.verbs.ls import ls
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.verbs.repair_names import set_aside
 from mergepipe_pipeline.verbs.tag import tag
-from mergepipe_pipeline.verbs.verify_all import verify_all
+from mergepipe_pipeline.verbs.verify import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 
 

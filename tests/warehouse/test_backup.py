@@ -19,7 +19,7 @@ from mergepipe_pipeline.verbs import deploy
 from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.verbs.land import land
 from mergepipe_pipeline.verbs.merge import merge
-from mergepipe_pipeline.verbs.verify_all import verify_all
+from mergepipe_pipeline.verbs.verify import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.docs.page import DOCS, ROOT, blocks
 from tests.warehouse.test_roots import recipe

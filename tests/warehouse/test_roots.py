@@ -16,7 +16,7 @@ from mergepipe_pipeline.deploy.inbox import Patience, scan_inbox
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
 from mergepipe_pipeline.digest import unseal
 from mergepipe_pipeline.errors import CheckpointError, MergePipeError
-from mergepipe_pipeline.execution.plan_store import load_plan
+from mergepipe_pipeline.execution.lookup import load_plan
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.packs.replaced import Replaced
 from mergepipe_pipeline.resolution.locate import locate_registered
@@ -29,7 +29,7 @@ from mergepipe_pipeline.verbs.merge import merge
 from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.verbs.replace import move_to_cold, unpack
-from mergepipe_pipeline.verbs.verify_all import verify_all
+from mergepipe_pipeline.verbs.verify import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.packs.test_replace import files_in, with_side_files
 

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mergepipe_pipeline.operators.steps import mix
-from mergepipe_pipeline.operators.steps.registry import Hooks, operator
+from mergepipe_pipeline.operators.steps.registry import Hooks, Window, operator
 from mergepipe_pipeline.operators.steps.tensor_measures import Quantiles
-from mergepipe_pipeline.operators.steps.tensor_window import Window
 
 if TYPE_CHECKING:
     from torch import Tensor

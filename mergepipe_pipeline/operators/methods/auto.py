@@ -16,10 +16,16 @@ from mergepipe_pipeline.domain.operator import Choosing
 from mergepipe_pipeline.domain.recipe import Params
 from mergepipe_pipeline.errors import OperatorError
 from mergepipe_pipeline.operators.steps.gram import gram_of
-from mergepipe_pipeline.operators.steps.registry import Hooks, operator
-from mergepipe_pipeline.operators.steps.signature import Density, Lambda, PerModel, Weight
+from mergepipe_pipeline.operators.steps.registry import (
+    Density,
+    Hooks,
+    Lambda,
+    PerModel,
+    Weight,
+    Window,
+    operator,
+)
 from mergepipe_pipeline.operators.steps.tensor_measures import Sums
-from mergepipe_pipeline.operators.steps.tensor_window import Window
 
 if TYPE_CHECKING:
     from torch import Tensor

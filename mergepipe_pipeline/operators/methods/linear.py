@@ -1,4 +1,4 @@
-"""Weighted sum of the models themselves. Works on values, not on deltas, and needs no base."""
+"""Methods on the values of models, not on deltas: their weighted sum, or one as it is."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ from typing import TYPE_CHECKING, Annotated
 
 from mergepipe_pipeline.domain.plan import TensorTask
 from mergepipe_pipeline.errors import OperatorError
-from mergepipe_pipeline.operators.steps import describe
+from mergepipe_pipeline.operators.steps import fused
 from mergepipe_pipeline.operators.steps.fused import FusedMerge
 from mergepipe_pipeline.operators.steps.mix import summed
-from mergepipe_pipeline.operators.steps.registry import Hooks, operator
-from mergepipe_pipeline.operators.steps.signature import PerModel, Weight
-from mergepipe_pipeline.operators.steps.tensor_window import Window
+from mergepipe_pipeline.operators.steps.registry import (
+    ONE_EACH,
+    Hooks,
+    PerModel,
+    Weight,
+    Window,
+    operator,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +41,7 @@ def _coefficients(weight: PerModel, normalize: bool) -> tuple[float, ...]:
 
 def _fused(task: TensorTask, weight: PerModel, normalize: bool) -> FusedMerge:
     _check(task.name, task.shape, weight, normalize)
-    return describe.values(weight, normalize)
+    return fused.values(weight, normalize)
 
 
 @operator(
@@ -67,3 +72,32 @@ def linear(
     if normalize:
         total.div_(total.new_full((), summed(weight, at_least=0)))
     return total
+
+
+def _scales(scale: PerModel) -> tuple[float, ...]:
+    return tuple(scale)
+
+
+@operator(
+    "passthrough",
+    space="value",
+    base="none",
+    experts=(1, 1),
+    formula="s·T",
+    reference="https://github.com/arcee-ai/mergekit/blob/main/docs/merge_methods.md",
+    hooks=Hooks(coefficients=_scales),
+)
+def passthrough(
+    window: Window,
+    *,
+    scale: Annotated[PerModel, "factor of the tensor"] = ONE_EACH,
+) -> Tensor:
+    """The only expert's values times its scale; with a scale of one, its bits."""
+    value = window.experts[0]
+    return value if scale[0] == 1 else value.mul_(scale[0])
+
+
+def is_unscaled(task: TensorTask) -> bool:
+    """Whether a task's result is its one expert as it is."""
+    scales = [dict(e.params).get("scale", 1) for e in task.experts]
+    return task.operator == "passthrough" and scales == [1]

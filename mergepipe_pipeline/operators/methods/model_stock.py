@@ -22,8 +22,7 @@ from mergepipe_pipeline.operators.steps.gram import (
     row_gram,
     settled,
 )
-from mergepipe_pipeline.operators.steps.registry import Hooks, operator
-from mergepipe_pipeline.operators.steps.tensor_window import Window
+from mergepipe_pipeline.operators.steps.registry import Hooks, Window, operator
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 from mergepipe_pipeline.operators.steps import mix
-from mergepipe_pipeline.operators.steps.registry import Hooks, operator
-from mergepipe_pipeline.operators.steps.tensor_window import Window
+from mergepipe_pipeline.operators.steps.registry import Hooks, Window, operator
 
 if TYPE_CHECKING:
     from torch import Tensor

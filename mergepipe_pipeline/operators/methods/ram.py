@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 
 from mergepipe_pipeline.operators.steps import mix
-from mergepipe_pipeline.operators.steps.registry import Hooks, operator
-from mergepipe_pipeline.operators.steps.signature import AtLeast
+from mergepipe_pipeline.operators.steps.registry import AtLeast, Hooks, Window, operator
 from mergepipe_pipeline.operators.steps.tensor_measures import Sums
-from mergepipe_pipeline.operators.steps.tensor_window import Window
 
 if TYPE_CHECKING:
     from torch import Tensor

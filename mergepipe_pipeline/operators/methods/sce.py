@@ -9,10 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 from mergepipe_pipeline.operators.steps import mix
-from mergepipe_pipeline.operators.steps.registry import Hooks, operator
-from mergepipe_pipeline.operators.steps.signature import Int8Mask
+from mergepipe_pipeline.operators.steps.registry import Hooks, Int8Mask, Window, operator
 from mergepipe_pipeline.operators.steps.tensor_measures import Largest, Sums
-from mergepipe_pipeline.operators.steps.tensor_window import Window
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -27,10 +27,8 @@ from mergepipe_pipeline.operators.steps.gram import (
     row_gram,
     settled,
 )
-from mergepipe_pipeline.operators.steps.registry import Hooks, operator
-from mergepipe_pipeline.operators.steps.signature import PerModel, Weight
+from mergepipe_pipeline.operators.steps.registry import Hooks, PerModel, Weight, Window, operator
 from mergepipe_pipeline.operators.steps.tensor_measures import Params, Sums
-from mergepipe_pipeline.operators.steps.tensor_window import Window
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,23 +18,26 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 from mergepipe_pipeline.domain.operator import Fact, OperatorSchema, Parameter, Response
 from mergepipe_pipeline.domain.plan import TensorTask
 from mergepipe_pipeline.errors import OperatorError
-from mergepipe_pipeline.operators.steps import describe, mix
+from mergepipe_pipeline.operators.steps import fused, mix
 from mergepipe_pipeline.operators.steps.fused import FusedMerge
 from mergepipe_pipeline.operators.steps.mix import Normalize, Rescale
-from mergepipe_pipeline.operators.steps.registry import Hooks, Operator, register, schema_of
-from mergepipe_pipeline.operators.steps.signature import (
+from mergepipe_pipeline.operators.steps.registry import (
     ONE_EACH,
     AtLeast,
     Density,
+    Hooks,
     Int8Mask,
     Lambda,
+    Operator,
     PerModel,
     Variant,
     Weight,
+    Window,
     parameter,
+    register,
+    schema_of,
 )
 from mergepipe_pipeline.operators.steps.sparsify import check_drop, check_ranked, thin
-from mergepipe_pipeline.operators.steps.tensor_window import Window
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -139,7 +142,7 @@ class TaskVectorMethod:
         """`merge` for the compiled kernel."""
         s = _Settings(**values)
         weight = self._weight(s)
-        rows = describe.sparsified(
+        rows = fused.sparsified(
             task,
             weight,
             s.density or PerModel([1.0] * len(weight)),
@@ -148,8 +151,8 @@ class TaskVectorMethod:
             inverse=self._divides_by_probability(s),
         )
         if self.consensus:
-            return describe.vote(rows, s.normalize, s.lambda_)
-        return describe.update(rows, weight, s.normalize, s.lambda_)
+            return fused.vote(rows, s.normalize, s.lambda_)
+        return fused.update(rows, weight, s.normalize, s.lambda_)
 
     def coefficients(self, **values: Any) -> tuple[float, ...]:
         """The cᵢ of δᵢ, as if nothing were dropped; divided by the density where the merge is."""

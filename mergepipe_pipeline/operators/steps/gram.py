@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from mergepipe_pipeline.arrays import F64Array
 from mergepipe_pipeline.errors import OperatorError
+from mergepipe_pipeline.operators.steps.registry import Window
 from mergepipe_pipeline.operators.steps.tensor_measures import Sums
-from mergepipe_pipeline.operators.steps.tensor_window import Window
 
 if TYPE_CHECKING:
     from torch import Tensor

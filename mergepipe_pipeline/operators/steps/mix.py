@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
-from mergepipe_pipeline.operators.steps.signature import PerModel
-from mergepipe_pipeline.operators.steps.tensor_window import Window
+from mergepipe_pipeline.operators.steps.registry import PerModel, Window
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,13 +20,14 @@ from mergepipe_pipeline.arrays import F64Array, U32Array
 from mergepipe_pipeline.domain.operator import Fact
 from mergepipe_pipeline.domain.plan import TensorTask, TrimRule
 from mergepipe_pipeline.errors import OperatorError
-from mergepipe_pipeline.operators.steps import on_device
+from mergepipe_pipeline.operators.kernels.splitmix import GAMMA
 from mergepipe_pipeline.operators.steps.random import keep_below, keep_mask, stream_key, uniforms
-from mergepipe_pipeline.operators.steps.signature import PerModel
-from mergepipe_pipeline.operators.steps.tensor_window import Window
+from mergepipe_pipeline.operators.steps.registry import PerModel, Window
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_LOW_32_BITS = 2**32 - 1
 
 
 def thin(
@@ -91,7 +92,7 @@ def drop(window: Window, expert: int, density: float, *, inverse: bool = False) 
             delta.mul_(delta.new_tensor(keep.view("u1")))
         else:
             key = stream_key(task.seed, position, task.name)
-            on_device.drop_(delta, on_device.uniforms(key, start, delta), keep_below(density))
+            drop_numbered_(delta, uniforms_on_device(key, start, delta), keep_below(density))
         if inverse:
             delta.div_(delta.new_full((), density))
     elif density <= 0:
@@ -114,9 +115,9 @@ def drop_by_rank(
             numbers = uniforms(task.seed, position, task.name, start, n)
             drop_by_rank_(rows, numbers, density, epsilon, inverse=inverse)
         else:
-            drawn = on_device.uniforms(stream_key(task.seed, position, task.name), start, delta)
+            drawn = uniforms_on_device(stream_key(task.seed, position, task.name), start, delta)
             table = rank_probability(window.row_elems, density, epsilon)
-            on_device.drop_by_rank_(rows, drawn, table, inverse=inverse)
+            drop_by_rank_on_device_(rows, drawn, table, inverse=inverse)
     elif density <= 0:
         delta.zero_()
 
@@ -234,3 +235,56 @@ def _split(delta: Tensor, rule: TrimRule, start_elem: int) -> tuple[Tensor, Tens
 def _is_on_host(delta: Tensor) -> bool:
     """Whether NumPy can work on its memory."""
     return bool(delta.is_cpu)
+
+
+def uniforms_on_device(key: np.uint64, start_elem: int, like: Tensor) -> Tensor:
+    """Numbers [start, start + n) of stream `key`, for `like` [n] on its device: int64, below 2**32.
+
+    They are those of `random.uniforms`: integers wrap alike everywhere. On a CPU, NumPy is faster.
+    """
+    import torch
+
+    n = like.shape[0]
+    first, skip = divmod(start_elem, 2)
+    words = (skip + n + 1) // 2
+    states = torch.arange(first + 1, first + 1 + words, device=like.device)
+    states.mul_(_signed(int(GAMMA))).add_(_signed(int(key)))
+    # The low half comes first: all of safetensors and CUDA is little-endian.
+    return _mixed(states).view(torch.int32)[skip : skip + n].long().bitwise_and_(_LOW_32_BITS)
+
+
+def drop_numbered_(delta: Tensor, numbers: Tensor, keep_below: int) -> None:
+    """Zero elements of `delta`, float32 [n], whose number is not below `keep_below`."""
+    delta.mul_(numbers.lt(keep_below))
+
+
+def drop_by_rank_on_device_(
+    rows: Tensor, numbers: Tensor, probability: F64Array, *, inverse: bool
+) -> None:
+    """As `drop_by_rank_` on any device: `rows` [r, n], p by rank [n], int64 numbers [r·n]."""
+    import torch
+
+    limits = torch.from_numpy(np.rint(probability * 2**32).astype(np.int64)).to(rows.device)
+    factors = rows.new_tensor(1 / probability if inverse else np.ones_like(probability))
+    # Magnitudes rank as their bit patterns do, NaN above infinity.
+    ascending = rows.abs().view(torch.int32).sort(dim=1, stable=True).indices  # [r, n] by rank
+    kept = numbers.view(rows.shape).gather(1, ascending).lt(limits)
+    rows.mul_(torch.empty_like(rows).scatter_(1, ascending, kept * factors))
+
+
+def _mixed(states: Tensor) -> Tensor:
+    """`splitmix.mixed` of int64 [n], in place."""
+    _xor_shifted_(states, 30).mul_(_signed(0xBF58476D1CE4E5B9))
+    _xor_shifted_(states, 27).mul_(_signed(0x94D049BB133111EB))
+    return _xor_shifted_(states, 31)
+
+
+def _xor_shifted_(states: Tensor, places: int) -> Tensor:
+    """Each word xor itself shifted right, zeros moving in, where torch moves the sign in."""
+    shifted = states.bitwise_right_shift(places).bitwise_and_(2 ** (64 - places) - 1)
+    return states.bitwise_xor_(shifted)
+
+
+def _signed(word: int) -> int:
+    """The int64 with the bits of a uint64."""
+    return word - 2**64 if word >= 2**63 else word

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mergepipe_pipeline.operators.steps.tensor_window import Window
+    from mergepipe_pipeline.operators.steps.registry import Window
 
 
 Params = Mapping[str, float | bool | int | str]

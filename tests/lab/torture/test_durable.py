@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mergepipe_pipeline.snapshots.collection import Roots, collect
-from mergepipe_pipeline.snapshots.folder_export import export_snapshot
-from mergepipe_pipeline.snapshots.marks import Marks
+from mergepipe_pipeline.snapshots.export import export_snapshot
+from mergepipe_pipeline.snapshots.stores import Marks
 from mergepipe_pipeline.storage import atomic
 from tests.lab.torture import child
 from tests.lab.torture.shim import Fault, Shim

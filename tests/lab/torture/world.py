@@ -86,8 +86,8 @@ def state_of(place: Path, *, strict: bool = True) -> State:
     With `strict`, damage of what can be made again (objects, actions, plans) is damage too.
     """
     from mergepipe_pipeline.errors import MergePipeError
-    from mergepipe_pipeline.execution.plan_store import load_plan
-    from mergepipe_pipeline.snapshots.checks import verify_snapshot
+    from mergepipe_pipeline.execution.lookup import load_plan
+    from mergepipe_pipeline.snapshots.commit import verify_snapshot
     from mergepipe_pipeline.warehouse import Warehouse
 
     home, state = Warehouse(place / "w"), State()

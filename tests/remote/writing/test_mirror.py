@@ -21,8 +21,8 @@ from click.testing import CliRunner
 from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.errors import MergePipeError
-from mergepipe_pipeline.execution.fetched import fetch_layers
 from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.execution.run import fetch_layers
 from mergepipe_pipeline.progress import Silent
 from mergepipe_pipeline.remote.bucket import Bucket, Entry
 from mergepipe_pipeline.resolution.recipe_text import parse

@@ -17,7 +17,7 @@ from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.verbs.replace import unpack
-from mergepipe_pipeline.verbs.verify_all import verify_all
+from mergepipe_pipeline.verbs.verify import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.contents.test_input_segments import flip
 from tests.packs.families import packed_family, write_family
