@@ -61,11 +61,6 @@ def segment_checksums(raw: memoryview, segment_nbytes: int) -> bytes:
     return b"".join(xxhash.xxh3_64_digest(raw[a : a + segment_nbytes]) for a in starts)
 
 
-def frame_checksum(frame: bytes | memoryview) -> int:
-    """The XXH3 of a pack's frame (64 bits)."""
-    return xxhash.xxh3_64_intdigest(frame)
-
-
 def checksums_of(digests: bytes) -> bytes:
     """The XXH3 in digests of segments, as `segment_checksums` gives them."""
     starts = range(0, len(digests), SEGMENT_DIGEST_NBYTES)

@@ -194,14 +194,10 @@ class DamagedPackError(CorruptionError):
         self.pack_id = pack_id
 
 
-class PackVersionError(MergePipeError):
+class PackVersionError(DamagedPackError):
     """A pack was written by another version of the codec; nothing is wrong with its expert."""
 
     exit_code = 32
-
-    def __init__(self, what: str, *, pack_id: str = "", **parts: str | None) -> None:
-        super().__init__(what, **parts)
-        self.pack_id = pack_id
 
 
 class StorageFullError(MergePipeError):

@@ -17,7 +17,6 @@ from typing import Self
 
 from mergepipe_pipeline.contents.away import open_root
 from mergepipe_pipeline.contents.input_segments import checkpoint_inputs
-from mergepipe_pipeline.contents.other_codecs import refuse_other_codec
 from mergepipe_pipeline.contents.rests import refuse_damaged_rest
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.view import view_of
@@ -167,7 +166,6 @@ class _PackedTensors:
 
     def __init__(self, warehouse: Warehouse, record: Replaced, reading: Reading) -> None:
         self._catalog, self._record = warehouse.catalog, record
-        refuse_other_codec(warehouse, record.pack_id)
         self._pack = warehouse.packs.open(record.pack_id)
         self._base = open_root(warehouse, warehouse.catalog.root(record.base), record.base)
         segments = checkpoint_inputs(warehouse, [self._base])

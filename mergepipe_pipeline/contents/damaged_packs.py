@@ -8,14 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
-from mergepipe_pipeline.contents.other_codecs import refuse_other_codec
 from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.errors import CorruptionError, DamagedPackError, PackVersionError
 from mergepipe_pipeline.packs.replaced import Replaced
 from mergepipe_pipeline.storage.atomic import rename
 from mergepipe_pipeline.warehouse import Warehouse
-
-OTHER_CODEC = "was written by another version of the codec"
 
 
 def irreplaceable_packs(warehouse: Warehouse) -> frozenset[str]:
@@ -34,9 +31,8 @@ def irreplaceable_packs(warehouse: Warehouse) -> frozenset[str]:
 def refuse_damaged(warehouse: Warehouse, packs: Mapping[str, Iterable[str]]) -> None:
     """Look at the indexes of experts' packs, whose ids are by name, and take damaged ones away.
 
-    A pack of another version of the codec goes as well: nothing would write it again while it is
-    there. Raises DamagedPackError once all were looked at, and for a pack that stands for its
-    expert CorruptionError or PackVersionError.
+    Raises DamagedPackError once all were looked at, and CorruptionError for a pack that stands for
+    its expert.
     """
     damaged = [
         (name, error)
@@ -59,21 +55,15 @@ def _damage(warehouse: Warehouse, name: str, pack_id: str) -> DamagedPackError |
     try:
         if warehouse.packs.path(pack_id).is_dir():
             warehouse.packs.open(pack_id)
-    except (PackVersionError, CorruptionError) as error:
-        is_other = isinstance(error, PackVersionError)
-        if is_other and pack_id in irreplaceable_packs(warehouse):
-            refuse_other_codec(warehouse, pack_id)
+    except CorruptionError as error:
         parts = {"where": error.where, "expected": error.expected, "found": error.found}
-        damaged = DamagedPackError(error.what, pack_id=pack_id, **parts)
-        return set_aside(warehouse, [name], damaged, OTHER_CODEC if is_other else "is damaged")
+        kind = PackVersionError if isinstance(error, PackVersionError) else DamagedPackError
+        return set_aside(warehouse, [name], kind(error.what, pack_id=pack_id, **parts))
     return None
 
 
 def set_aside(
-    warehouse: Warehouse,
-    names: Sequence[str],
-    error: DamagedPackError,
-    problem: str = "is damaged",
+    warehouse: Warehouse, names: Sequence[str], error: DamagedPackError
 ) -> DamagedPackError:
     """Take the damaged pack of these experts away; gives the error that says so.
 
@@ -83,6 +73,8 @@ def set_aside(
     path, folder = warehouse.packs.path(error.pack_id), warehouse.new_quarantine()
     with suppress(FileNotFoundError):  # another merge was here first
         rename(path, folder / path.relative_to(warehouse.root))
+    is_other = isinstance(error, PackVersionError)
+    problem = "was written by another version of the codec" if is_other else "is damaged"
     error.what = f"The pack of {' and '.join(names)} {problem}, and was set aside"
     error.next_step = _again(names, str(folder))
     return error

@@ -22,6 +22,8 @@ if TYPE_CHECKING:  # commands that read plans start without NumPy
 
 #: Part of every pack's id: raised when an encoder or a decoder changes its bits.
 CODEC_VERSION = "2"
+#: Raised when the files beside frames change, which no id tells.
+PACK_FORMAT = "2"
 #: Elements that are encoded, compressed, verified and decoded together; a part of a tensor.
 CHUNK_ELEMS = COARSE_ELEMS
 
@@ -69,7 +71,7 @@ class PackedTensor:
     `unit` is the step of tier L0 as float32 (each tier's is a third of the one before),
     `threshold_bits` the float32 pattern of the least |δ| in X20. Per chunk of CHUNK_ELEMS:
     `nbytes` uint32 [tiers, chunks] in the order of TIERS, 0 for a chunk that has nothing in a tier;
-    `checksums` uint64 [tiers, chunks], XXH3 of what is stored; `residual_sq` float32
+    `checksums` uint64 [tiers, chunks] of what is stored; `residual_sq` float32
     [levels, chunks], ‖δ − δ̂‖² rounded up, infinite where a level cannot be used.
     `start_byte` int64 [tiers]: where the tensor's first chunk lies in each tier's file.
     """

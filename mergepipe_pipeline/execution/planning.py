@@ -11,14 +11,11 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Unpack
 
-from mergepipe_pipeline.contents.other_codecs import read_without_packs, refuse_other_codec
 from mergepipe_pipeline.contents.rests import damaged_rest_named
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
-from mergepipe_pipeline.domain.checkpoint import AWAY, Checkpoint, TensorEntry
-from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.domain.recipe import Budget
 from mergepipe_pipeline.domain.request import RequestedModel
@@ -27,7 +24,7 @@ from mergepipe_pipeline.execution.lookup import store_plan
 from mergepipe_pipeline.execution.plan_leases import lease_until_exit
 from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.facts.gather import gather
-from mergepipe_pipeline.progress import Progress, Silent
+from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.requested import requested
 from mergepipe_pipeline.resolution.resolve import (
@@ -203,10 +200,8 @@ def plan_resolved(
     checkpoints: Mapping[str, Checkpoint] | None = None,
 ) -> MergePlan:
     """The plan of a checked recipe, stored. Neither `unnamed` results of stages nor `checkpoints`
-    are registered. Raises PackVersionError for an expert that only a pack gives which this release
-    does not read.
+    are registered.
     """
-    _refuse_other_codecs(warehouse, resolved)
     inputs = gather(
         warehouse, resolved, progress, unnamed={**(checkpoints or {}), **(unnamed or {})}
     )
@@ -227,24 +222,4 @@ def plan_resolved(
     packs = (*request.packs, *(p.pack_id for p in plan.packs))
     plan = replace(plan, request=replace(request, packs=packs))
     store_plan(warehouse, plan)
-    experts = [c for model in _experts(resolved) for c in model.checkpoints]
-    (progress or Silent()).warn(*read_without_packs(warehouse, experts))
     return plan
-
-
-def _refuse_other_codecs(warehouse: Warehouse, resolved: ResolvedRecipe) -> None:
-    for checkpoint in (c for model in resolved.originals for c in model.checkpoints):
-        if checkpoint.is_away:
-            folder = Path(checkpoint.root.removeprefix(AWAY))
-            record = warehouse.replaced.find(folder.name)
-            if record is not None:
-                refuse_other_codec(warehouse, record.pack_id)
-
-
-def _experts(resolved: ResolvedRecipe) -> Iterator[Model]:
-    """The models but the base; none where packs are not to be read."""
-    if resolved.request.no_packs:
-        return
-    for number, model in enumerate(resolved.originals):
-        if number != resolved.recipe.base:
-            yield model

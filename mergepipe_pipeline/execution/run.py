@@ -21,7 +21,6 @@ from mergepipe_pipeline.concurrency.memory import release_freed
 from mergepipe_pipeline.concurrency.workers import TaskQueue, Workers
 from mergepipe_pipeline.contents.damaged_packs import experts_of, set_aside
 from mergepipe_pipeline.contents.input_segments import plan_inputs
-from mergepipe_pipeline.contents.other_codecs import name_experts
 from mergepipe_pipeline.contents.rests import damaged_rest_named
 from mergepipe_pipeline.domain.outcome import LayerOutcome, Realised, RunStart, StoredObject, Times
 from mergepipe_pipeline.domain.plan import LayerTask, MergePlan
@@ -31,7 +30,6 @@ from mergepipe_pipeline.errors import (
     CorruptionError,
     DamagedLayerError,
     DamagedPackError,
-    PackVersionError,
     RemoteError,
     StorageFullError,
 )
@@ -229,8 +227,6 @@ def run_layers(
         except DamagedPackError as error:
             set_aside(warehouse, experts_of(plan, error.pack_id), error)
             raise
-        except PackVersionError as error:  # a plan of an earlier release
-            raise name_experts(error, experts_of(plan, error.pack_id)) from error
 
 
 def refuse_full_disk(warehouse: Warehouse, nbytes: int) -> None:

@@ -16,15 +16,13 @@ from typing import TypeVar
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.contents.damaged_packs import irreplaceable_packs
-from mergepipe_pipeline.contents.other_codecs import refuse_other_codec
 from mergepipe_pipeline.domain.pack import PackedTensor, Tier
-from mergepipe_pipeline.errors import CorruptionError, MergePipeError, PackVersionError
+from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.integrity.auditor import Auditor
 from mergepipe_pipeline.packs.frame_files import FrameFiles
-from mergepipe_pipeline.packs.index import frames_path
+from mergepipe_pipeline.packs.index import SUMMED_ELEMS, frames_path
 from mergepipe_pipeline.packs.replaced import Replaced, original_named
 from mergepipe_pipeline.packs.store import Pack
-from mergepipe_pipeline.packs.sums import SUMMED_ELEMS
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -38,17 +36,8 @@ _REMADE = "`mergepipe pack` makes it again"
 def verify_indexes(warehouse: Warehouse, audit: Auditor) -> None:
     """Check the records of packs and of the experts that they stand for; reads no frame."""
     irreplaceable, records = irreplaceable_packs(warehouse), _records(warehouse)
-    store, other_versions = warehouse.packs, warehouse.packs.of_other_codecs()
-    idle = [pack_id[:16] for pack_id in other_versions if pack_id not in irreplaceable]
-    if idle:
-        audit.notes.append(
-            f"of another version of the codec, so that no merge reads them: packs "
-            f"{', '.join(idle)}; `mergepipe pack` writes them again, and `gc` removes these"
-        )
-    for pack_id in store.ids():
-        if pack_id in other_versions and pack_id not in irreplaceable:
-            continue
-        path = store.path(pack_id)
+    for pack_id in warehouse.packs.ids():
+        path = warehouse.packs.path(pack_id)
         audit.check(
             "structure",
             path,
@@ -70,7 +59,7 @@ def verify_frames(warehouse: Warehouse, audit: Auditor, progress: Progress) -> N
     for pack_id in warehouse.packs.ids():
         try:
             pack = warehouse.packs.open(pack_id)
-        except (CorruptionError, PackVersionError):  # findings of the structure, or of none
+        except CorruptionError:  # a finding of the structure
             continue
         tiers = [t for t in pack.tiers if not audit.is_done(frames_path(pack.root, t))]
         with (
@@ -134,7 +123,6 @@ def _check_rest(warehouse: Warehouse, checkpoint_id: str) -> None:
 
 def _read_all(warehouse: Warehouse, pack_id: str) -> None:
     """Read all of a pack but its frames."""
-    refuse_other_codec(warehouse, pack_id)
     pack = warehouse.packs.open(pack_id)
     for _ in chain(pack.tensors.values(), pack.sizes(SUMMED_ELEMS)):
         pass

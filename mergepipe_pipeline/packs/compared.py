@@ -31,12 +31,11 @@ from mergepipe_pipeline.packs.codec import (
     decode_numbers,
     encode_chunk,
 )
-from mergepipe_pipeline.packs.damage import damaged_pack
 from mergepipe_pipeline.packs.exact import Bits
 from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.frames import Frames
+from mergepipe_pipeline.packs.index import SUMMED_CHUNKS, damaged_pack, summed
 from mergepipe_pipeline.packs.store import TIER_SETS, Pack
-from mergepipe_pipeline.packs.sums import SUMMED_CHUNKS, summed
 from mergepipe_pipeline.tensors.stored import Readers, read_stored
 from mergepipe_pipeline.tensors.verified import Verifier, Verify
 
@@ -156,8 +155,6 @@ def _numbers(frames: Frames, n_tiers: int, like: Bits) -> I16Array:
 
 def _refuse_other_sums(pack: Pack) -> None:
     """Raise CorruptionError unless the stored sums of runs of chunks are those of the chunks."""
-    if pack.index.sums is None:
-        return
     for row, *stored in pack.sizes(SUMMED_CHUNKS * CHUNK_ELEMS):
         tensor = pack.tensors[row.content.name]
         for computed, kept in zip(

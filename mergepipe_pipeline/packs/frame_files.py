@@ -1,4 +1,8 @@
-"""Reads runs of consecutive frames from a pack's files; each is compared before it is used."""
+"""Reads runs of consecutive frames from a pack's files; each is compared before it is used.
+
+One compiled call reads all runs, so that no other thread waits for the interpreter: a window of a
+merge reads each tier of each pack, 40,000 reads of 20 experts of 0.6B.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +14,95 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mergepipe_pipeline.arrays import BoolArray, I64Array, U8Array, U32Array
-from mergepipe_pipeline.digest import frame_checksum
+from mergepipe_pipeline.arrays import BoolArray, I32Array, I64Array, U8Array, U32Array
 from mergepipe_pipeline.domain.pack import TIERS, PackedTensor, Tier
 from mergepipe_pipeline.errors import CheckpointError, CorruptionError
-from mergepipe_pipeline.packs.damage import REMADE
+from mergepipe_pipeline.jit import cached_njit
+from mergepipe_pipeline.packs.checksums import Checksums, are_equal, checksum
 from mergepipe_pipeline.packs.frames import Frames, as_array
-from mergepipe_pipeline.packs.index import frames_name, frames_path
-from mergepipe_pipeline.packs.runs import RUN_FIELDS, lay_out, read_runs
-from mergepipe_pipeline.packs.xxh3 import SHORT_NBYTES, Hashes, are_equal
+from mergepipe_pipeline.packs.index import REMADE, frames_name, frames_path
+from mergepipe_pipeline.storage.compiled_reads import pages_nbytes, pread
 from mergepipe_pipeline.storage.page_buffer import PageBuffer
 from mergepipe_pipeline.storage.source import LocalSource, Reading
 from mergepipe_pipeline.storage.uncached import PAGE_NBYTES
+
+#: Fields of a run: its tier, its first chunk, where it begins in the file, its bytes, and where in
+#: the buffer its first page lies.
+RUN_FIELDS = 5
+
+
+# It keeps the interpreter's lock: to let it go and to get it back takes longer.
+@cached_njit()
+def lay_out(
+    frame_starts: I64Array,
+    sizes: U32Array,
+    wanted: BoolArray,
+    first: int,
+    starts: I64Array,
+    nbytes: I64Array,
+    runs: I64Array,
+) -> tuple[int, int]:
+    """Find the runs of wanted frames, each of neighbours, and give them whole pages of a buffer.
+
+    Args:
+        frame_starts: where each frame begins in its tier's file, [tiers, chunks + 1].
+        sizes: their bytes, [tiers, chunks].
+        wanted: whether they are read, likewise.
+        first: the first chunk that is looked at; `starts` says how many.
+        starts: gets where they come to lie in the buffer, [tiers, looked at].
+        nbytes: gets their bytes, 0 for what is not wanted.
+        runs: gets the runs, [tiers · looked at, RUN_FIELDS].
+
+    Gives how many runs there are, and the bytes of the buffer.
+    """
+    n_runs, size = 0, 0
+    for tier in range(len(starts)):
+        chunk, stop = first, first + starts.shape[1]
+        while chunk < stop:
+            begin = chunk
+            while chunk < stop and wanted[tier, chunk]:
+                chunk += 1
+            start = frame_starts[tier, begin]
+            n = frame_starts[tier, chunk] - start
+            if n:
+                lead = start % PAGE_NBYTES
+                for c in range(begin, chunk):
+                    starts[tier, c - first] = size + lead + frame_starts[tier, c] - start
+                    nbytes[tier, c - first] = sizes[tier, c]
+                runs[n_runs] = tier, begin, start, n, size
+                size += pages_nbytes(lead + n)
+                n_runs += 1
+            chunk += 1
+    return n_runs, size
+
+
+@cached_njit(nogil=True)
+def read_runs(
+    runs: I64Array,
+    descriptors: I32Array,
+    direct: BoolArray,
+    buffer: U8Array,
+    starts: I64Array,
+    nbytes: I64Array,
+    checksums: Checksums,
+    first: int,
+) -> tuple[int, bool]:
+    """Read `runs` from each tier's file, and compare the frames as `are_equal` does.
+
+    `direct` are the files whose pages are read past the page cache. Gives how many runs were read
+    whole, one after the other, and whether all were and have what is expected.
+    """
+    for r in range(len(runs)):
+        tier, _, start, n, at = runs[r]
+        lead, place = start % PAGE_NBYTES, np.uint64(buffer.ctypes.data) + np.uint64(at)
+        if direct[tier]:
+            size = np.uint64(pages_nbytes(lead + n))
+            n_read = pread(descriptors[tier], place, size, start - lead) - lead
+        else:
+            n_read = pread(descriptors[tier], place + np.uint64(lead), np.uint64(n), start)
+        if n_read < n:
+            return r, False
+    return len(runs), are_equal(buffer, starts, nbytes, checksums, first)
 
 
 class FrameTable(NamedTuple):
@@ -32,27 +113,21 @@ class FrameTable(NamedTuple):
 
     starts: I64Array
     nbytes: U32Array
-    checksums: Hashes
+    checksums: Checksums
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attempt:
-    """What one compiled call read: frames in `raw`, and the runs that are `left`, in their fields.
+    """What one compiled call read: frames in `raw`, and the fields of runs that are `unread`.
 
-    `is_compared`: all have their checksums, but for short ones. `is_direct` [files]: read past the
-    page cache.
+    `are_right`: all have their checksums. `is_direct` [files]: read past the page cache.
     """
 
     raw: U8Array
     frames: Frames
     unread: list[list[int]]
-    is_compared: bool
+    are_right: bool
     is_direct: BoolArray
-
-    @property
-    def is_short(self) -> BoolArray:
-        """Which frames were too short to be compared, [files, chunks]."""
-        return (self.frames.nbytes > 0) & (self.frames.nbytes <= SHORT_NBYTES)
 
 
 def read_at_once(
@@ -72,15 +147,15 @@ def read_at_once(
     n, size = lay_out(table.starts, table.nbytes, wanted, first, starts, nbytes, runs)
     runs, raw = runs[:n], buffer.take(size)
     descriptors, direct = np.zeros(len(wanted), np.int32), np.zeros(len(wanted), np.bool_)
-    done, are_alike = 0, False
+    done, are_right = 0, False
     with suppress(CheckpointError), ExitStack() as files:
         for number in {*runs[:, 0].tolist()}:
             descriptors[number], direct[number] = files.enter_context(lent(number))
-        done, are_alike = read_runs(
+        done, are_right = read_runs(
             runs, descriptors, direct, raw, starts, nbytes, table.checksums, first
         )
     frames = Frames(as_array(raw.data), starts, nbytes)
-    return Attempt(raw, frames, runs[done:].tolist(), are_alike, direct)
+    return Attempt(raw, frames, runs[done:].tolist(), are_right, direct)
 
 
 class FrameFiles:
@@ -116,16 +191,14 @@ class FrameFiles:
         assert wanted.shape == tensor.nbytes.shape
         table = FrameTable(tensor.frame_starts, tensor.nbytes, tensor.checksums)
         attempt = read_at_once(self.lent, table, wanted, first, stop, buffer)
-        frames, is_compared = attempt.frames, attempt.is_compared
+        frames, are_right = attempt.frames, attempt.are_right
         if attempt.unread:
             self._read_rest(tensor, attempt)
-            is_compared = are_equal(
+            are_right = are_equal(
                 attempt.raw, frames.starts, frames.nbytes, tensor.checksums, first
             )
-        # Frames too short for the compiled comparison; or all of them, to find the wrong one.
-        to_compare = attempt.is_short if is_compared else frames.nbytes > 0
-        for tier, chunk in zip(*np.nonzero(to_compare), strict=True):
-            self._compare(tensor, frames, int(tier), int(chunk), first)
+        if not are_right:
+            self._refuse_wrong(tensor, frames, first)
         return frames
 
     def lent(self, tier: int) -> AbstractContextManager[tuple[int, bool]]:
@@ -145,15 +218,14 @@ class FrameFiles:
             if attempt.is_direct[tier]:
                 self._source.read_through_cache(frames_name(TIERS[tier]))
 
-    def _compare(
-        self, tensor: PackedTensor, frames: Frames, tier: int, chunk: int, first: int
-    ) -> None:
-        """Compare one frame, that of `chunk` after the first, with its checksum."""
-        frame = frames.frame(TIERS[tier], chunk)
-        expected, found = int(tensor.checksums[tier, first + chunk]), frame_checksum(frame)
-        if found != expected:
-            texts = f"XXH3 {expected:016x}", f"{found:016x}"
-            raise self._damaged(tensor, tier, f"chunk {first + chunk}", *texts)
+    def _refuse_wrong(self, tensor: PackedTensor, frames: Frames, first: int) -> None:
+        """Raise CorruptionError for the first frame, of chunks from `first` on, that is wrong."""
+        for tier, chunk in zip(*np.nonzero(frames.nbytes), strict=True):
+            found = checksum(as_array(frames.frame(TIERS[tier], chunk)))
+            expected = int(tensor.checksums[tier, first + chunk])
+            if found != expected:
+                texts = f"checksum {expected:016x}", f"{found:016x}"
+                raise self._damaged(tensor, tier, f"chunk {first + chunk}", *texts)
 
     def _damaged(
         self, tensor: PackedTensor, tier: int, chunks: str, expected: str | None, found: str | None

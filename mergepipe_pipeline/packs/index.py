@@ -1,13 +1,15 @@
 """What is in a pack: sealed Parquet files beside the frames.
 
 `index` has a row per tensor. `chunks` has, per chunk, the sizes of frames and the residuals, which
-plans are made from, and `sums` the same of longer blocks; `checksums` has what frames are compared
-with when they are read. These three are read a few tensors at a time. The seals cover the pack's
-id, so no file serves another pack.
+plans are made from, and `sums` the same of SUMMED_CHUNKS chunks each: plans of large merges need
+nothing finer, and read a sixteenth. `checksums` has what frames are compared with when they are
+read. These three are read a few tensors at a time. The seals cover the pack's id, so no file serves
+another pack. A release reads what its own version of the codec wrote, and nothing else.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,33 +19,51 @@ from typing import Annotated, Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.parquet as pq
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from mergepipe_pipeline.arrays import I64Array
-from mergepipe_pipeline.catalog.arrow_tables import decode, encode
+from mergepipe_pipeline.arrays import F32Array, I64Array, U32Array
+from mergepipe_pipeline.catalog.arrow_tables import (
+    FACTS_KEY,
+    corruption_named,
+    decode,
+    encode,
+)
 from mergepipe_pipeline.catalog.row_groups import Key, RowGroups, encode_groups, footer_of
 from mergepipe_pipeline.catalog.seals import (
+    find_sealed,
     place_of,
     read_sealed,
     seal_of,
     sealed_path,
+    write_sealed,
 )
-from mergepipe_pipeline.catalog.seals import write_sealed as _write_sealed
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.domain.pack import (
     CHUNK_ELEMS,
     CODEC_VERSION,
+    PACK_FORMAT,
     TIERS,
     PackedTensor,
     TensorContent,
     Tier,
 )
 from mergepipe_pipeline.dtypes import itemsize
-from mergepipe_pipeline.packs.damage import damaged_pack
-from mergepipe_pipeline.packs.sums import SUMMED_CHUNKS, Residuals, Sizes, summed
-from mergepipe_pipeline.packs.versions import codec_in, index_path, refuse_other_codec
+from mergepipe_pipeline.errors import CorruptionError, PackVersionError
 from mergepipe_pipeline.storage.forms import Form, Sha256, Size, Text
 from mergepipe_pipeline.text import listed
+
+#: Chunks of the sums that a pack keeps, and their elements: 1 Mi.
+SUMMED_CHUNKS = 16
+SUMMED_ELEMS = SUMMED_CHUNKS * CHUNK_ELEMS
+#: The next step that brings a damaged pack back.
+REMADE = (
+    "copy the original back first if it is in cold storage; then run `mergepipe repair`, and "
+    "`mergepipe pack` again; where the original is there, `--no-packs` reads it until then"
+)
+
+Sizes = U32Array
+Residuals = F32Array
 
 #: Rows of `index`: facts of whole tensors; lists are in the order of TIERS.
 INDEX = pa.schema(
@@ -70,6 +90,8 @@ _WHOLE_NBYTES = 1 << 24
 #: above the contents of all sections.
 _FRAME_NBYTES, _MOST_TIMES = 1 << 12, 3
 Seal = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+#: Of the codec, and of the files beside frames.
+_VERSION = f"{CODEC_VERSION}.{PACK_FORMAT}"
 _PerTier = Annotated[list[Size], Field(min_length=len(TIERS), max_length=len(TIERS))]
 
 
@@ -94,7 +116,7 @@ class _MetaForm(BaseModel):
     tiers: list[Tier]
     chunks: Seal
     checksums: Seal
-    sums: Seal | None = None
+    sums: Seal
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,15 +132,12 @@ class TensorRow:
 
 @dataclass(frozen=True, eq=False)
 class PackIndex:
-    """All tensors of a pack, in the order of its files, and the tiers that it has.
-
-    `sums` None: it was packed before these were kept.
-    """
+    """All tensors of a pack, in the order of its files, and the tiers that it has."""
 
     tiers: tuple[Tier, ...]
     rows: tuple[TensorRow, ...]
     chunks: Path
-    sums: Path | None
+    sums: Path
     checksums: Path
 
     @property
@@ -158,11 +177,11 @@ def write_index(
     ):
         data = encode_groups(schema, _groups(schema, of, row, most_nbytes), {}, compression="none")
         sealed[stem] = seal_of(footer_of(data), place_of(final, stem))
-        _write_sealed(staged, stem, data, sealed[stem])
+        write_sealed(staged, stem, data, sealed[stem])
     columns = zip(*map(_index_row, of), strict=True)
     table = pa.table([list(c) for c in columns] or [[] for _ in INDEX], schema=INDEX)
-    data = encode(table, {"codec": CODEC_VERSION, "tiers": list(tiers), **sealed})
-    _write_sealed(staged, "index", data, seal_of(data, place_of(final, "index")))
+    data = encode(table, {"codec": _VERSION, "tiers": list(tiers), **sealed})
+    write_sealed(staged, "index", data, seal_of(data, place_of(final, "index")))
 
 
 def read_index(root: Path) -> PackIndex:
@@ -172,10 +191,9 @@ def read_index(root: Path) -> PackIndex:
     that are read in parts; these are compared when they are read. Raises PackVersionError.
     """
     rows, meta = _read_rows(root)
-    sums = sealed_path(root, "sums", meta.sums) if meta.sums else None
-    chunks, checksums = (sealed_path(root, s, getattr(meta, s)) for s in ("chunks", "checksums"))
     tiers = tuple(t for t in TIERS if t in meta.tiers)
-    index = PackIndex(tiers, rows, chunks, sums, checksums)
+    files = (sealed_path(root, s, getattr(meta, s)) for s in ("chunks", "sums", "checksums"))
+    index = PackIndex(tiers, rows, *files)
     _refuse_other(root, index)
     return index
 
@@ -207,28 +225,30 @@ def frames_nbytes(root: Path) -> dict[str, int]:
     return {frames_name(tier): sizes[tier] for tier in sizes if tier in meta.tiers}
 
 
-def read_any_contents(root: Path) -> tuple[TensorContent, ...]:
-    """As `read_contents`, whatever version of the codec wrote the pack.
-
-    Raises CorruptionError, also for a version whose index has other columns.
-    """
-    path = index_path(root)
-    return tuple(row.content for row in _rows_in(read_sealed(path), path)[0])
-
-
 def _read_rows(root: Path) -> tuple[tuple[TensorRow, ...], _MetaForm]:
     """The rows of the index in a folder, and what it says beside them.
 
     Raises CorruptionError and PackVersionError.
     """
-    path = index_path(root)
+    paths = find_sealed(root, "index")
+    if len(paths) != 1:
+        raise damaged_pack(root, "one sealed index", f"{len(paths)}")
+    (path,) = paths
     data = read_sealed(path)
-    refuse_other_codec(root, codec_in(data, path))
-    return _rows_in(data, path)
-
-
-def _rows_in(data: bytes, path: Path) -> tuple[tuple[TensorRow, ...], _MetaForm]:
-    table, meta = decode(data, str(path), INDEX)
+    with corruption_named(str(path)):  # its columns are those of its version: they may be others
+        meta = json.loads(pq.read_schema(pa.BufferReader(data)).metadata[FACTS_KEY])
+        version = str(meta["codec"])
+    if version != _VERSION:
+        raise PackVersionError(
+            "A pack was written by another version of the codec; nothing is wrong with the expert",
+            pack_id=root.name,
+            where=str(root),
+            expected=f"version {_VERSION} of the codec",
+            found=f"version {version}",
+            next_step="write it again: `mergepipe pack` and the expert's name; until then merges "
+            "read the original",
+        )
+    table, _ = decode(data, str(path), INDEX)
     try:
         rows = tuple(map(_tensor_row, _ROWS.validate_python(table.to_pylist())))
         return rows, _MetaForm.model_validate(meta)
@@ -260,7 +280,7 @@ def _refuse_other(root: Path, index: PackIndex) -> None:
         if nbytes != sizes[tier]:
             raise damaged_pack(path, f"{sizes[tier]} bytes", _size_text(nbytes))
     for sealed in (index.chunks, index.sums, index.checksums):
-        if sealed is not None and not sealed.is_file():
+        if not sealed.is_file():
             raise damaged_pack(sealed, "the file", "none")
 
 
@@ -332,6 +352,32 @@ def sizes_of(
         expected = f"sizes and residuals of {row.content.name} as the index has them"
         raise damaged_pack(path, expected, "others")
     return nbytes, residual_sq
+
+
+def summed(nbytes: Sizes, residual_sq: Residuals, n: int) -> tuple[Sizes, Residuals]:
+    """`nbytes` [tiers, columns] and `residual_sq` [levels, columns] of each n columns.
+
+    The last may be fewer.
+    """
+    if n == 1:
+        return nbytes, residual_sq
+    starts = np.arange(0, nbytes.shape[1], n)
+    exactly = np.add.reduceat(residual_sq, starts, axis=1, dtype=np.float64)
+    # To float32, and up: the bound has to hold.
+    rounded = np.nextafter(exactly.astype(np.float32), np.float32(np.inf))
+    total = np.add.reduceat(nbytes, starts, axis=1, dtype=np.uint32)
+    return total, np.where(exactly > 0, rounded, np.float32(0))
+
+
+def damaged_pack(path: Path, expected: str, found: str) -> CorruptionError:
+    """The error for a pack that is not as it was written."""
+    return CorruptionError(
+        "A pack was changed after it was written",
+        where=str(path),
+        expected=expected,
+        found=found,
+        next_step=REMADE,
+    )
 
 
 def _groups(

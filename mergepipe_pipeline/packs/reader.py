@@ -85,6 +85,8 @@ class PackReader:
     def _damage_named(self) -> Iterator[None]:
         try:
             yield
+        except DamagedPackError:  # of another version
+            raise
         except CorruptionError as error:
             raise DamagedPackError(
                 error.what,

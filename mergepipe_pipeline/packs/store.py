@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product, zip_longest
@@ -21,22 +20,24 @@ from mergepipe_pipeline.domain.pack import (
     TensorContent,
     Tier,
 )
-from mergepipe_pipeline.errors import CorruptionError, PackVersionError
+from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.contents import holds
-from mergepipe_pipeline.packs.damage import damaged_pack
 from mergepipe_pipeline.packs.index import (
     CHECKSUMS,
     CHUNKS,
+    SUMMED_ELEMS,
     ChunkRows,
     PackIndex,
+    Residuals,
+    Sizes,
     TensorRow,
+    damaged_pack,
     pack_id_of,
     per_tier,
     read_index,
     sizes_of,
+    summed,
 )
-from mergepipe_pipeline.packs.sums import SUMMED_CHUNKS, SUMMED_ELEMS, Residuals, Sizes, summed
-from mergepipe_pipeline.packs.versions import codec_of, refuse_other_codec
 
 _PACK_ID = re.compile(r"[0-9a-f]{64}")
 _LOSSY: tuple[tuple[Tier, ...], ...] = tuple(TIERS[:n] for n in (4, 3, 2, 1, 0))
@@ -87,15 +88,10 @@ class Pack:
 
         `block_elems` is a multiple of CHUNK_ELEMS.
         """
-        chunks, sums, elems = self.index.chunks, self.index.sums, SUMMED_ELEMS
+        path, elems = self.index.sums, SUMMED_ELEMS
         if block_elems % SUMMED_ELEMS:
-            rows, elems = self._kept(chunks, CHUNK_ELEMS), CHUNK_ELEMS
-        elif sums is None:
-            kept = self._kept(chunks, CHUNK_ELEMS)
-            rows = ((row, *summed(n, r, SUMMED_CHUNKS)) for row, n, r in kept)
-        else:
-            rows = self._kept(sums, SUMMED_ELEMS)
-        for row, nbytes, residual_sq in rows:
+            path, elems = self.index.chunks, CHUNK_ELEMS
+        for row, nbytes, residual_sq in self._kept(path, elems):
             yield row, *summed(nbytes, residual_sq, block_elems // elems)
 
     def _kept(self, path: Path, block_elems: int) -> Iterator[tuple[TensorRow, Sizes, Residuals]]:
@@ -166,15 +162,12 @@ class PackStore:
         return sorted(name for name in names if _PACK_ID.fullmatch(name))
 
     def open(self, pack_id: str) -> Pack:
-        """The pack of an id that is there. Raises CorruptionError and PackVersionError."""
+        """The pack of an id that is there. Raises CorruptionError."""
         root = self.path(pack_id)
         return Pack(pack_id, root, read_index(root))
 
     def find(self, pack_id: str) -> Pack | None:
-        """The pack of an id; None if there is none that this release reads.
-
-        It warns once of a damaged one; `of_other_codecs` lists those of other versions.
-        """
+        """The pack of an id; None if there is none that can be read, of which it warns once."""
         path = self.path(pack_id)
         if not path.is_dir():
             return None
@@ -183,23 +176,6 @@ class PackStore:
         except CorruptionError as error:
             warn_damaged(path, error)
             return None
-        except PackVersionError:
-            return None
-
-    def refuse_other_codec(self, pack_id: str) -> None:
-        """Raise PackVersionError for a pack of another version of the codec; reads its index."""
-        with suppress(CorruptionError):  # `open` raises it
-            refuse_other_codec(self.path(pack_id), codec_of(self.path(pack_id)))
-
-    def of_other_codecs(self) -> dict[str, PackVersionError]:
-        """By id, the packs that another version of the codec wrote, with the error for each."""
-        errors = {}
-        for pack_id in self.ids():
-            try:
-                self.refuse_other_codec(pack_id)
-            except PackVersionError as error:
-                errors[pack_id] = error
-        return errors
 
     def best(self, contents: Sequence[TensorContent]) -> Pack | None:
         """The pack of these tensors with the most tiers; None if there is none."""

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from mergepipe_pipeline.arrays import I64Array
-from mergepipe_pipeline.digest import frame_checksum
 from mergepipe_pipeline.domain.pack import TIERS, TIERS_OF
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.codec import decode_bits, decode_numbers
 from mergepipe_pipeline.packs.elements import PackedElements, PackedPart
 from mergepipe_pipeline.packs.exact import Bits
-from mergepipe_pipeline.packs.frame_files import Attempt, FrameTable, read_at_once
+from mergepipe_pipeline.packs.frame_files import FrameTable, read_at_once
 from mergepipe_pipeline.packs.frames import Frames, Places
 from mergepipe_pipeline.packs.reader import WantedFrames
 from mergepipe_pipeline.storage.handles import HANDLES
@@ -106,21 +105,12 @@ class _Group:
             for own, (_, _, rows) in zip(stops, self._members(), strict=True):
                 wanted[rows, own:] = False
         attempt = read_at_once(self._lent, self._table, wanted, first, stop, buffer)
-        if attempt.unread or not attempt.is_compared or not self._short_are_right(attempt, first):
+        if attempt.unread or not attempt.are_right:
             return None
         tally = self._all[0].tally
         tally.read_s += time.perf_counter() - began
         tally.nbytes += int(attempt.frames.nbytes.sum())
         return attempt.frames
-
-    def _short_are_right(self, attempt: Attempt, first: int) -> bool:
-        frames = attempt.frames
-        for number, chunk in zip(*np.nonzero(attempt.is_short), strict=True):
-            start, nbytes = frames.starts[number, chunk], frames.nbytes[number, chunk]
-            checksum = frame_checksum(frames.raw[start : start + nbytes].data)
-            if checksum != int(self._table.checksums[number, first + chunk]):
-                return False
-        return True
 
     def _lent(self, number: int) -> AbstractContextManager[tuple[int, bool]]:
         member, tier = divmod(number, len(TIERS))

@@ -17,15 +17,16 @@ import numpy as np
 
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
-from mergepipe_pipeline.digest import frame_checksum
 from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TIERS, PackedTensor, TensorContent, Tier
 from mergepipe_pipeline.domain.segments import KnownSegments
 from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.packs.checksums import checksum
 from mergepipe_pipeline.packs.codec import BITS_OF, EncodedChunk, decode_exact, encode_chunk
 from mergepipe_pipeline.packs.exact import Bits
 from mergepipe_pipeline.packs.frame_files import FrameFiles
+from mergepipe_pipeline.packs.frames import as_array
 from mergepipe_pipeline.packs.index import frames_path, write_index
 from mergepipe_pipeline.storage.atomic import full_disk_named
 from mergepipe_pipeline.tensors.stored import Readers, read_stored
@@ -219,7 +220,7 @@ def _append(
             frame, number = encoded_chunk.frames[tier], TIERS.index(tier)
             file.write(frame)
             tensor.nbytes[number, chunk] = len(frame)
-            tensor.checksums[number, chunk] = frame_checksum(frame) if frame else 0
+            tensor.checksums[number, chunk] = checksum(as_array(frame)) if frame else 0
 
 
 def _elems(job: _Job) -> int:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mergepipe_pipeline.contents.damaged_packs import irreplaceable_packs
-from mergepipe_pipeline.errors import CorruptionError, MergePipeError, PackVersionError
+from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.snapshots.leases import Need
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -24,7 +24,7 @@ def idle_packs(warehouse: Warehouse, need: Need, *, certain: bool) -> Iterator[P
     for pack_id in store.ids() if certain else ():
         try:
             pack = store.open(pack_id)
-        except (CorruptionError, PackVersionError):  # which no merge reads
+        except CorruptionError:  # which no merge reads
             pack = None
         is_used = pack is not None and any(map(pack.holds, current))
         if pack_id not in kept and not is_used:

@@ -53,11 +53,7 @@ def ls(warehouse: Warehouse) -> Listing:
         damaged.add("arrival", name, fault)
     kept_out_of = partial(_kept_out, warehouse)
     decided = damaged.rows("quarantine", quarantined_names(warehouse), kept_out_of)
-    others = (
-        warehouse.packs.of_other_codecs()
-    )  # nothing is wrong with them: `verify --all` counts them
-    pack_ids = [pack_id for pack_id in warehouse.packs.ids() if pack_id not in others]
-    packs = damaged.rows("pack", pack_ids, warehouse.packs.open)
+    packs = damaged.rows("pack", warehouse.packs.ids(), warehouse.packs.open)
     of_snapshot = partial(_snapshot_row, warehouse, {s.snapshot_id: s for s in whole}, refused)
     snapshots = damaged.rows("snapshot", [s.snapshot_id for s in whole], of_snapshot)
     return Listing(

@@ -27,8 +27,7 @@ from mergepipe_pipeline.errors import (
 from mergepipe_pipeline.execution.plan_leases import staging
 from mergepipe_pipeline.packs.bombs import refuse_bombs
 from mergepipe_pipeline.packs.compared import refuse_forged
-from mergepipe_pipeline.packs.damage import damaged_pack
-from mergepipe_pipeline.packs.index import frames_nbytes, read_contents, read_index
+from mergepipe_pipeline.packs.index import damaged_pack, frames_nbytes, read_contents, read_index
 from mergepipe_pipeline.packs.replaced import Replaced, put_record
 from mergepipe_pipeline.packs.store import Pack
 from mergepipe_pipeline.packs.travelling import (

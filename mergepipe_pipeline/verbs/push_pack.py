@@ -13,7 +13,6 @@ from dataclasses import replace as replaced
 from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Registration
-from mergepipe_pipeline.contents.other_codecs import refuse_other_codec
 from mergepipe_pipeline.contents.side_file_digests import refuse_changed_files
 from mergepipe_pipeline.contents.tensor_digests import refuse_changed_tensors
 from mergepipe_pipeline.digest import sha256_hex
@@ -136,7 +135,6 @@ def _exact_pack(warehouse: Warehouse, registration: Registration, progress: Prog
     """The pack that gives an expert back. Raises MergePipeError if there is none."""
     record = warehouse.replaced.find(registration.checkpoint.checkpoint_id)
     if registration.checkpoint.is_away and record is not None:
-        refuse_other_codec(warehouse, record.pack_id)
         return warehouse.packs.open(record.pack_id)
     pack = None
     if registration.base is not None and registration.checkpoint.kind == "full":

@@ -23,7 +23,7 @@ from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.integrity.auditor import Finding, Scope
 from mergepipe_pipeline.integrity.records import action_of
 from mergepipe_pipeline.packs.contents import holds
-from mergepipe_pipeline.packs.index import read_any_contents
+from mergepipe_pipeline.packs.index import read_contents
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.storage.atomic import adopt_file
 from mergepipe_pipeline.verbs.analyze import analyze
@@ -85,7 +85,7 @@ def _packs_to_make(warehouse: Warehouse, taken: Collection[Path]) -> Iterator[st
             continue
         of: list[str] = []
         with suppress(CorruptionError, OSError):  # whose index is damaged
-            contents = read_any_contents(path)
+            contents = read_contents(path)
             known = ((name, warehouse.catalog.digests(i)) for i, name in names.items())
             of = sorted(name for name, digests in known if digests and holds(contents, digests))
         yield (

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from mergepipe_pipeline.contents.away_files import refuse_other_base
 from mergepipe_pipeline.contents.input_segments import checkpoint_inputs
-from mergepipe_pipeline.contents.other_codecs import refuse_other_codec
 from mergepipe_pipeline.digest import new_hash
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.view import view_of
@@ -204,7 +203,6 @@ class Original:
 
     def __init__(self, warehouse: Warehouse, record: Replaced, progress: Progress | None) -> None:
         self._warehouse, self._record = warehouse, record
-        refuse_other_codec(warehouse, record.pack_id)
         self._pack = warehouse.packs.open(record.pack_id)
         self._base = locate_registered(warehouse, record.base).checkpoint
         self._known = checkpoint_inputs(warehouse, [self._base], progress)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mergepipe_pipeline.digest import frame_checksum, segment_digests
+from mergepipe_pipeline.digest import segment_digests
 from mergepipe_pipeline.domain.blocks import Range, coalesce
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.pack import (
@@ -27,7 +27,9 @@ from mergepipe_pipeline.domain.recipe import Params
 from mergepipe_pipeline.domain.segments import Segments
 from mergepipe_pipeline.domain.view import Part, TensorView, view_of
 from mergepipe_pipeline.dtypes import itemsize
+from mergepipe_pipeline.packs.checksums import checksum
 from mergepipe_pipeline.packs.codec import BITS_OF, encode_chunk, unit_of
+from mergepipe_pipeline.packs.frames import as_array
 from mergepipe_pipeline.packs.index import frames_path, pack_id_of, write_index
 from tests.engine.plans import SEED, plan_of
 from tests.support.stored import Floats, Stored, content_of, decode, write
@@ -134,7 +136,7 @@ def write_pack(
         unit,
         threshold_bits,
         np.array([[len(f) for f in row] for row in frames], np.uint32),
-        np.array([[frame_checksum(f) for f in row] for row in frames], np.uint64),
+        np.array([[checksum(as_array(f)) if f else 0 for f in row] for row in frames], np.uint64),
         np.stack([c.residual_sq for c in chunks], axis=1),
         np.zeros(len(TIERS), np.int64),
     )

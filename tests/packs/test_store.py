@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,13 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mergepipe_pipeline.catalog.arrow_tables import decode, encode
-from mergepipe_pipeline.catalog.seals import place_of, read_sealed, seal_of, write_sealed
 from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TIERS, PackedTensor, TensorContent, Tier
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.packs.index import INDEX, frames_path, pack_id_of, write_index
+from mergepipe_pipeline.packs.index import (
+    SUMMED_CHUNKS,
+    SUMMED_ELEMS,
+    frames_path,
+    pack_id_of,
+    write_index,
+)
 from mergepipe_pipeline.packs.store import TIER_SETS, PackStore
-from mergepipe_pipeline.packs.sums import SUMMED_CHUNKS, SUMMED_ELEMS
 from mergepipe_pipeline.storage.atomic import publish_dir
 
 HOWS = ("flip", "cut", "gone")
@@ -90,31 +92,15 @@ def test_a_pack_is_found_by_its_contents_and_tells_what_was_written(tmp_path: Pa
 
 
 @pytest.mark.parametrize("n", [1, 2, SUMMED_CHUNKS, 3 * SUMMED_CHUNKS])
-def test_sizes_of_blocks_are_sums_whether_a_pack_keeps_them_or_not(tmp_path: Path, n: int) -> None:
+def test_sizes_of_blocks_are_sums_of_those_of_chunks(tmp_path: Path, n: int) -> None:
     store, of = PackStore(tmp_path / "packs"), some(1, SUMMED_CHUNKS, 70)
-    kept, older = write(store, of, tmp_path), PackStore(tmp_path / "older" / "packs")
-    shutil.copytree(store.path(kept), older.path(kept))
-    _without_sums(older.path(kept))
-    assert older.open(kept).index.sums is None
-    found, again = (list(s.open(kept).sizes(n * CHUNK_ELEMS)) for s in (store, older))
-    for tensor, (_, nbytes, left), (_, *same) in zip(of, found, again, strict=True):
-        assert all(map(np.array_equal, (nbytes, left), same))
+    found = list(store.open(write(store, of, tmp_path)).sizes(n * CHUNK_ELEMS))
+    for tensor, (_, nbytes, left) in zip(of, found, strict=True):
         starts = np.arange(0, tensor.nbytes.shape[1], n)
         assert np.array_equal(nbytes, np.add.reduceat(tensor.nbytes, starts, axis=1))
         exactly = np.add.reduceat(tensor.residual_sq.astype(np.float64), starts, axis=1)
         assert (exactly <= left).all()
         assert (left <= exactly * (1 + 1e-6)).all()
-
-
-def _without_sums(root: Path) -> None:
-    """Make a pack one of those that kept no sums."""
-    (sums,), (index,) = root.glob("sums.*"), root.glob("index.*")
-    sums.unlink()
-    table, meta = decode(read_sealed(index), str(index), INDEX)
-    index.unlink()
-    meta.pop("sums")
-    data = encode(table, meta)
-    write_sealed(root, "index", data, seal_of(data, place_of(root, "index")))
 
 
 def test_contents_determine_the_id_and_nothing_else_does() -> None:

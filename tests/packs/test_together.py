@@ -19,10 +19,10 @@ from mergepipe_pipeline.errors import CorruptionError, DamagedPackError
 from mergepipe_pipeline.packs import frame_files
 from mergepipe_pipeline.packs.elements import PackedElements, PackedPart
 from mergepipe_pipeline.packs.exact import Bits
+from mergepipe_pipeline.packs.frame_files import read_runs
 from mergepipe_pipeline.packs.frames import Frames
 from mergepipe_pipeline.packs.index import frames_path
 from mergepipe_pipeline.packs.reader import PackReader
-from mergepipe_pipeline.packs.runs import read_runs
 from mergepipe_pipeline.packs.together import PackedInputs, Placed, decode_together
 from mergepipe_pipeline.storage.handles import Handles
 from mergepipe_pipeline.storage.page_buffer import PageBuffer

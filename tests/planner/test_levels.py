@@ -14,7 +14,7 @@ from mergepipe_pipeline.domain.plan import TrimRule
 from mergepipe_pipeline.domain.recipe import Budget, Selection, Share
 from mergepipe_pipeline.errors import BudgetError
 from mergepipe_pipeline.operators import OPERATORS
-from mergepipe_pipeline.packs.sums import summed
+from mergepipe_pipeline.packs.index import summed
 from mergepipe_pipeline.planner.candidates import Row, lay_out
 from mergepipe_pipeline.planner.level_selection import select_levels
 from mergepipe_pipeline.planner.levels import LevelTable, packed_input
