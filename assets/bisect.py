@@ -1,4 +1,4 @@
-"""What follows a refusal, where a recipe asks for it: find the guilty expert and keep it out."""
+"""What follows a refusal, where a recipe asks for it: find the suspect and keep it out."""
 
 from typing import Any
 
@@ -68,12 +68,12 @@ def _metadata(traced: Traced | None) -> dict[str, Any]:
             ", ".join(map(plain_name, c.undone)),
             "all" if c.layers is None else ", ".join(c.layers),
             "yes" if c.passed else "no",
-            in_one_line(c.told),
+            in_one_line(c.summary),
         )
         for c in done.candidates
     ]
     return {
-        "found": in_one_line(done.told),
+        "found": in_one_line(done.summary),
         "quarantined": traced.quarantine.name if traced.quarantine else "none",
         "refused": in_one_line(done.verdict),
         "changed": in_one_line(regression.changes.summary),

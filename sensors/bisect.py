@@ -38,7 +38,7 @@ def build_bisect_sensor(
     @dg.sensor(
         name="bisect_sensor",
         description=(
-            "Has every refusal of a gate traced to the expert that is guilty, once; its ticks say "
+            "Has every refusal of a gate traced to the suspect, once; its ticks say "
             "of each recipe what is done and why."
         ),
         jobs=list(jobs.values()),

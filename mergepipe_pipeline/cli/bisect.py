@@ -12,7 +12,7 @@ from mergepipe_pipeline.cli.common import Console, table, verb
 from mergepipe_pipeline.text import visible
 
 if TYPE_CHECKING:
-    from mergepipe_pipeline.tracing.bisection import Bisection
+    from mergepipe_pipeline.quality.bisection import Bisection
 
 
 @click.command()
@@ -60,11 +60,11 @@ def _lines(done: Bisection) -> Sequence[str]:
             "all" if c.layers is None else ", ".join(c.layers),
             "yes" if c.passed else "no",
             (c.snapshot_id or "-")[:16],
-            ", ".join(f"{name} {value:.10g}" for name, value in c.metrics.items()) or c.told,
+            ", ".join(f"{name} {value:.10g}" for name, value in c.metrics.items()) or c.summary,
         )
         for c in done.candidates
     ]
-    conclusion = [done.told]
-    if done.culprit is not None:
-        conclusion.append(f"keep it out until it changes: mergepipe quarantine {done.culprit}")
+    conclusion = [done.summary]
+    if done.suspect is not None:
+        conclusion.append(f"keep it out until it changes: mergepipe quarantine {done.suspect}")
     return [*table(("undone", "in layers", "passes", "snapshot", "metrics"), rows), "", *conclusion]

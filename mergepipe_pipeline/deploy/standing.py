@@ -28,7 +28,7 @@ _NEXT: dict[State, str] = {
     "to be merged": "run the job {job}, or wait for its schedule",
     "failing": "it is tried again by itself",
     "failed": "mend the cause, or run the job {job}",
-    "refused": "mend what changed, or find the guilty expert: `mergepipe bisect {name}`",
+    "refused": "mend what changed, or find the suspect: `mergepipe bisect {name}`",
     "cannot be used": "mend its file: `mergepipe check` tells all that is wrong",
 }
 

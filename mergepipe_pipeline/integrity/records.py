@@ -22,8 +22,6 @@ from mergepipe_pipeline.digest import unseal
 from mergepipe_pipeline.domain.plan import ENGINE_VERSION
 from mergepipe_pipeline.domain.snapshot import MANIFEST, PROVENANCE, ShardEntry, Snapshot
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundError
-from mergepipe_pipeline.evaluation.store import read as read_evaluation
-from mergepipe_pipeline.evaluation.store import records
 from mergepipe_pipeline.execution.lookup import (
     load_plan,
     provenance_of,
@@ -31,6 +29,8 @@ from mergepipe_pipeline.execution.lookup import (
     working_plans,
 )
 from mergepipe_pipeline.integrity.auditor import UNREADABLE, Auditor
+from mergepipe_pipeline.quality.measure import read as read_evaluation
+from mergepipe_pipeline.quality.measure import records
 from mergepipe_pipeline.snapshots.find import files_below, load_snapshot
 from mergepipe_pipeline.snapshots.stores import Marks, layer_key_of
 from mergepipe_pipeline.storage.chain import VersionChain, read_chains

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mergepipe_pipeline.evaluation.perplexity import LOCAL
+from mergepipe_pipeline.quality.builtin import LOCAL
 
 _MOST_TOKENS, _MOST_PROMPTS = 256, 64
 

@@ -14,11 +14,11 @@ from math import isfinite
 from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import UNMERGEABLE, EvaluationError, NotFoundError
-from mergepipe_pipeline.evaluation.run import evaluate as measured
 from mergepipe_pipeline.execution.plan_leases import lease
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.progress import Progress
+from mergepipe_pipeline.quality.measure import evaluate as measured
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.search.ledger import Ledger, now
 from mergepipe_pipeline.search.prior import search_prior

@@ -15,8 +15,8 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from mergepipe_pipeline.errors import BusyError, SearchError
-from mergepipe_pipeline.evaluation.child import AbandonedError
 from mergepipe_pipeline.progress import Progress
+from mergepipe_pipeline.quality.child import AbandonedError
 from mergepipe_pipeline.search.candidate import measure, merge_candidate, proposal_of
 from mergepipe_pipeline.search.ledger import Ledger
 from mergepipe_pipeline.search.proposing import SearchState, propose, state_of

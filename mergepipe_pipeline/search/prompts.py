@@ -13,8 +13,8 @@ import numpy as np
 from mergepipe_pipeline.arrays import F64Array
 from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.errors import EvaluationError, SearchError
-from mergepipe_pipeline.evaluation.child import run_child
-from mergepipe_pipeline.evaluation.identity import environment_of
+from mergepipe_pipeline.quality.child import run_child
+from mergepipe_pipeline.quality.evaluators import environment_of
 from mergepipe_pipeline.search.search_file import SearchFile
 
 #: Seconds that a forward pass over the prompts may take.

@@ -15,9 +15,9 @@ from mergepipe_pipeline.errors import (
     RecipeError,
     SearchError,
 )
-from mergepipe_pipeline.evaluation.identity import command_of, evaluator_id
 from mergepipe_pipeline.optimise.proposers import proposer
 from mergepipe_pipeline.progress import Progress
+from mergepipe_pipeline.quality.evaluators import command_of, evaluator_id
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.recipe.references import identity, parse_reference
 from mergepipe_pipeline.resolution.recipe_text import parse, yaml_file

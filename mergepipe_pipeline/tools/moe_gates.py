@@ -17,12 +17,13 @@ from mergepipe_pipeline.arrays import F32Array
 from mergepipe_pipeline.digest import sha256_hex
 from mergepipe_pipeline.domain.layers import is_embedding
 from mergepipe_pipeline.errors import CheckpointError, MergePipeError
-from mergepipe_pipeline.evaluation.perplexity import LOCAL
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.tools.models import Input
 from mergepipe_pipeline.tools.moe_config import ExpertConfig, GateMode
 
 #: [layers, hidden] of one prompt.
+#: Nothing is downloaded, and no code of a model is run.
+_LOCAL: Any = {"local_files_only": True, "trust_remote_code": False}
 _Of = Callable[[str], F32Array]
 
 
@@ -92,7 +93,7 @@ def _hidden(base: Input, shape: tuple[int, int]) -> _Of:
     model = _run(
         base,
         lambda: transformers.AutoModelForCausalLM.from_pretrained(
-            base.checkpoint.root, dtype="auto", **LOCAL
+            base.checkpoint.root, dtype="auto", **_LOCAL
         ).eval(),
     )
 
@@ -124,7 +125,7 @@ def _embedded(base: Input, shape: tuple[int, int]) -> _Of:
 def _tokens(base: Input, transformers: Any) -> Callable[[str], list[int]]:
     tokenizer = _run(
         base,
-        lambda: transformers.AutoTokenizer.from_pretrained(base.checkpoint.root, **LOCAL),
+        lambda: transformers.AutoTokenizer.from_pretrained(base.checkpoint.root, **_LOCAL),
     )
 
     def of(prompt: str) -> list[int]:

@@ -5,45 +5,28 @@ Its cost is known before it begins (`prepare`), and it publishes nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
-from mergepipe_pipeline.domain.evaluation import Evaluator, Gate
+from mergepipe_pipeline.domain.evaluation import Gate
 from mergepipe_pipeline.domain.snapshot import Snapshot
-from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import GateError, NotFoundError
-from mergepipe_pipeline.evaluation.run import evaluate
 from mergepipe_pipeline.execution.planning import make_plan
-from mergepipe_pipeline.progress import Progress
+from mergepipe_pipeline.quality.bisection import Bisection, Prepared, Tell, bisect, cost_of
+from mergepipe_pipeline.quality.measure import evaluate
+from mergepipe_pipeline.quality.regression import regression_of
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.snapshots.find import list_snapshots, load_snapshot
-from mergepipe_pipeline.tracing.bisection import Bisection, Tell
-from mergepipe_pipeline.tracing.bisection import bisect as run
-from mergepipe_pipeline.tracing.cost import Cost, cost_of
-from mergepipe_pipeline.tracing.regression import Regression, regression_of
 from mergepipe_pipeline.verbs.deploy import current_snapshot
 from mergepipe_pipeline.verbs.gate import require_evaluator
 from mergepipe_pipeline.warehouse import Warehouse
 
+__all__ = ["MOST", "Bisection", "Prepared", "Tell", "bisect", "prepare", "prepare_snapshots"]
+
 #: Candidates that are evaluated at most, unless somebody says otherwise.
 MOST = 20
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A regression that can be traced, by which thresholds, with how many candidates, at what cost.
-
-    `cost` is the worst case. Without `layers` the guilty expert's layers are not searched.
-    """
-
-    regression: Regression
-    evaluator: Evaluator
-    gate: Gate
-    most: int
-    layers: bool
-    cost: Cost
 
 
 def prepare(
@@ -79,31 +62,6 @@ def prepare_snapshots(
     evaluation_s = evaluate(warehouse, refused, evaluator, folder).seconds
     cost = cost_of(warehouse, regression, most, evaluation_s, layers=layers)
     return Prepared(regression, evaluator, gate, most, layers, cost)
-
-
-def bisect(
-    warehouse: Warehouse,
-    prepared: Prepared,
-    *,
-    options: EngineOptions | None = None,
-    progress: Progress | None = None,
-    tell: Tell = lambda _: None,
-) -> Bisection:
-    """Find the guilty expert. Whoever runs it again after a kill goes on where it was.
-
-    Raises CheckpointChangedError for inputs that changed meanwhile, EvaluationError.
-    """
-    return run(
-        warehouse,
-        prepared.regression,
-        prepared.evaluator,
-        prepared.gate,
-        most=prepared.most,
-        layers=prepared.layers,
-        options=options,
-        progress=progress,
-        tell=tell,
-    )
 
 
 def _gate(parsed: ParsedRecipe, metric: str | None) -> Gate:

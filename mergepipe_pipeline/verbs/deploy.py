@@ -44,7 +44,6 @@ from mergepipe_pipeline.errors import (
     DamagedLayerError,
     NotFoundError,
 )
-from mergepipe_pipeline.evaluation.identity import evaluator_id
 from mergepipe_pipeline.execution.assemble import commit
 from mergepipe_pipeline.execution.lookup import (
     forget_other_plans,
@@ -55,6 +54,7 @@ from mergepipe_pipeline.execution.plan_leases import lease, lease_layers, lease_
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import made_anew
 from mergepipe_pipeline.integrity.weights import audit_snapshot, refuse_unfit
+from mergepipe_pipeline.quality.evaluators import evaluator_id
 from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.timing.forecast import forecast_plan

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from mergepipe_pipeline.domain.evaluation import Evaluation, Evaluator
-from mergepipe_pipeline.evaluation.run import evaluate as run
-from mergepipe_pipeline.evaluation.store import evaluations_of
 from mergepipe_pipeline.execution.lookup import snapshot_of
+from mergepipe_pipeline.quality.measure import evaluate as run
+from mergepipe_pipeline.quality.measure import evaluations_of
 from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.warehouse import Warehouse
 

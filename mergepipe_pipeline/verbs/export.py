@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from mergepipe_pipeline.evaluation.store import evaluations_of
+from mergepipe_pipeline.quality.measure import evaluations_of
 from mergepipe_pipeline.snapshots.export import (
     Shards,
     check_out,

@@ -22,10 +22,9 @@ from mergepipe_pipeline.errors import (
     MergePipeError,
     NotFoundError,
 )
-from mergepipe_pipeline.evaluation.identity import command_of, evaluator_id
-from mergepipe_pipeline.evaluation.judge import judge
-from mergepipe_pipeline.evaluation.run import evaluate
-from mergepipe_pipeline.evaluation.store import kept
+from mergepipe_pipeline.quality.evaluators import command_of, evaluator_id
+from mergepipe_pipeline.quality.judge import judge
+from mergepipe_pipeline.quality.measure import evaluate, kept
 from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.snapshots.stores import Marks
 from mergepipe_pipeline.storage.atomic import remove_tree, write_atomic
@@ -123,7 +122,7 @@ def judge_snapshot(
 def _since(warehouse: Warehouse, live: Ref, snapshot: Snapshot) -> str:
     """What differs from the live snapshot; "" where that cannot be read any more."""
     # It loads pyarrow, which a gate that lets pass does without.
-    from mergepipe_pipeline.tracing.changes import changes_between
+    from mergepipe_pipeline.quality.regression import changes_between
 
     with suppress(MergePipeError):
         named = load_snapshot(warehouse.snapshots, live.snapshot_id)
@@ -163,7 +162,7 @@ def refuse(judged: Judged, recipe: str, ref: str) -> None:
     raise GateError(
         _refusal_text(verdict, ref),
         where=f"gate of {recipe}",
-        next_step=f"`mergepipe bisect {recipe}` finds the guilty expert: mend it; "
+        next_step=f"`mergepipe bisect {recipe}` finds the suspect: mend it; "
         f"`mergepipe promote {shown} --ref {ref} --force REASON` publishes it all the same",
     )
 

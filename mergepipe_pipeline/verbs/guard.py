@@ -22,7 +22,7 @@ def kept_out_in(warehouse: Warehouse, snapshot: Snapshot) -> tuple[Quarantine, .
     if not (decided := set(quarantined_names(warehouse))):
         return ()
     # It loads pyarrow, which few releases need.
-    from mergepipe_pipeline.tracing.changes import contents_of
+    from mergepipe_pipeline.quality.regression import contents_of
 
     return tuple(
         decision

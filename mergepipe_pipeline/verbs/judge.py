@@ -8,8 +8,8 @@ from pathlib import Path
 
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.domain.evaluation import Evaluation
-from mergepipe_pipeline.evaluation.run import evaluate
 from mergepipe_pipeline.execution.plan_leases import lease_recipe
+from mergepipe_pipeline.quality.measure import evaluate
 from mergepipe_pipeline.verbs.deploy import candidate
 from mergepipe_pipeline.verbs.gate import Judged, judge_candidate, require_evaluator
 from mergepipe_pipeline.warehouse import Warehouse

@@ -14,12 +14,12 @@ from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.domain.evaluation import Metrics, figure
 from mergepipe_pipeline.domain.snapshot import Ref
 from mergepipe_pipeline.errors import MergePipeError
-from mergepipe_pipeline.evaluation.identity import evaluator_id
-from mergepipe_pipeline.evaluation.store import kept
 from mergepipe_pipeline.execution.lookup import provenance_of
+from mergepipe_pipeline.quality.evaluators import evaluator_id
+from mergepipe_pipeline.quality.measure import kept
+from mergepipe_pipeline.quality.regression import changes_between
 from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.text import percent, size
-from mergepipe_pipeline.tracing.changes import changes_between
 from mergepipe_pipeline.warehouse import Warehouse
 
 

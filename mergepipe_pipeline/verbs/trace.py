@@ -1,4 +1,4 @@
-"""What a standing pipeline does after a refusal: find the guilty expert, and keep it out.
+"""What a standing pipeline does after a refusal: find the suspect, and keep it out.
 
 The record beside the releases is the only memory: a refusal that was traced is not traced again.
 """
@@ -15,9 +15,9 @@ from mergepipe_pipeline.deploy.wanted import wanted
 from mergepipe_pipeline.digest import digest_json, seal, unseal
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.quality.bisection import Bisection, Tell
 from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.storage.atomic import write_atomic
-from mergepipe_pipeline.tracing.bisection import Bisection, Tell
 from mergepipe_pipeline.verbs.bisect import MOST, Prepared, bisect, prepare_snapshots
 from mergepipe_pipeline.verbs.gate import Refusal, refused_before
 from mergepipe_pipeline.warehouse import Warehouse
@@ -25,7 +25,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 
 @dataclass(frozen=True)
 class Traced:
-    """What a refusal was traced to; `quarantine` is None where no single expert is guilty."""
+    """What a refusal was traced to; `quarantine` is None where no single expert is to blame."""
 
     prepared: Prepared
     bisection: Bisection
@@ -53,7 +53,7 @@ def trace_refusal(
     options: EngineOptions | None = None,
     tell: Tell = lambda _: None,
 ) -> Traced | None:
-    """Bisect what the recipe's gate refused, and quarantine the guilty expert's content.
+    """Bisect what the recipe's gate refused, and quarantine the suspect's content.
 
     Its layers are left to `mergepipe bisect`: they take most of the candidates, and the next
     version waits for the end. None where nothing is refused at present. Raises what bisecting
@@ -84,12 +84,12 @@ def trace_refusal(
 
 
 def _keep_out(warehouse: Warehouse, prepared: Prepared, done: Bisection) -> Quarantine | None:
-    culprit = next((s for s in prepared.regression.suspects if s.name == done.culprit), None)
-    if culprit is None:
+    suspect = next((s for s in prepared.regression.suspects if s.name == done.suspect), None)
+    if suspect is None:
         return None
-    reason = f"the gate of {done.recipe} refuses what it gives: {done.verdict}; {done.told}"
+    reason = f"the gate of {done.recipe} refuses what it gives: {done.verdict}; {done.summary}"
     by = f"recipe {done.recipe}"
-    return decide(warehouse, culprit.name, culprit.content, reason, is_kept_out=True, by=by)
+    return decide(warehouse, suspect.name, suspect.content, reason, is_kept_out=True, by=by)
 
 
 def _refusal(warehouse: Warehouse, file: RecipeFile) -> Refusal | None:

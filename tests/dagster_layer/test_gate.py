@@ -13,7 +13,7 @@ from tests.dagster_layer.conftest import Drop, plain, records_of, shown
 from tests.dagster_layer.test_attempts import Sensor
 from tests.dagster_layer.test_experts import jobs
 from tests.dagster_layer.test_release import error_of, materialise
-from tests.evaluation.quality import EVALUATOR, set_weight, standing
+from tests.quality.scored_family import EVALUATOR, set_weight, standing
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 EVALUATION = dg.AssetKey(["n", "evaluation"])

@@ -46,7 +46,7 @@ DEMO = {file for file in EVERYWHERE if (ROOT / "mergepipe_pipeline/demo") in fil
 # These name the extra, too.
 DEMO |= {
     ROOT / "mergepipe_pipeline" / file
-    for file in ("evaluation/perplexity.py", "search/activation.py", "tools/moe_gates.py")
+    for file in ("quality/builtin.py", "search/activation.py", "tools/moe_gates.py")
 }
 CORE = declared(PROJECT["dependencies"])
 EXTRAS = {name: declared(texts) for name, texts in PROJECT["optional-dependencies"].items()}
@@ -54,12 +54,12 @@ EXTRAS = {name: declared(texts) for name, texts in PROJECT["optional-dependencie
 
 def test_what_the_product_imports_is_a_dependency_and_each_dependency_is_imported() -> None:
     assert imported(EVERYWHERE - DEMO) == CORE.union(
-        *(EXTRAS[name] for name in ("cluster", "remote", "search", "lm-eval"))
+        *(EXTRAS[name] for name in ("cluster", "remote", "search"))
     )
 
 
-def test_what_the_demo_imports_is_a_dependency_or_in_its_extra() -> None:
-    assert imported(DEMO) - CORE == EXTRAS["demo"]
+def test_what_demo_and_evaluators_import_is_a_dependency_or_in_an_extra() -> None:
+    assert imported(DEMO) - CORE == EXTRAS["demo"] | EXTRAS["lm-eval"]
 
 
 def test_what_tests_import_is_a_dependency_or_in_an_extra() -> None:

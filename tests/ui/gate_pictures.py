@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from dagster import DagsterRunStatus as Status
 
 from tests.dagster_layer.daemon import running_daemon
-from tests.tracing.world import EXPERTS, World
+from tests.quality.world import EXPERTS, World
 from tests.ui.chromium import browser
 from tests.ui.pages import View, warehouse
 from tests.ui.screenshots import take
@@ -22,7 +22,9 @@ VIEWS = {
     "gate": View(
         "/assets/mix/evaluation?view=checks&checkDetail=gate", ("gate", "distance is 2", "the gate")
     ),
-    "bisect": View("/assets/mix/bisect", ("c is guilty", "undone", "cost at most"), height=1000),
+    "bisect": View(
+        "/assets/mix/bisect", ("c is the suspect", "undone", "cost at most"), height=1000
+    ),
 }
 
 

@@ -97,7 +97,7 @@ class Proof:
         self.see("the bisection ends", lambda: self._runs(_BISECT) == ended)
         decision = quarantine_of(self.home, bad)
         assert decision is not None, _report(self.daemon)
-        assert f"{bad} is guilty" in decision.reason, decision.reason
+        assert f"{bad} is the suspect" in decision.reason, decision.reason
         told = f"{bad} is quarantined since"
         self.see(f"recipe_sensor says that {bad} is quarantined", lambda: self._says(told))
         assert self._version() == before

@@ -19,7 +19,7 @@ class Recipe:
 
     `nightly` is a cron time that is far away: until then nothing is asked of the recipe. With
     `prefix`, a selector takes every expert whose name begins so. A result above `limit` is refused
-    by a gate, and the guilty expert is found and kept out.
+    by a gate, and the suspect is found and kept out.
     """
 
     experts: tuple[str, ...]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mergepipe_pipeline.evaluation.child import KEPT_NBYTES, AbandonedError, Ended, run_child
+from mergepipe_pipeline.quality.child import KEPT_NBYTES, AbandonedError, Ended, run_child
 
 #: Starts a process that would live for a minute in the group, and writes its number.
 NURSE = "import subprocess as s; p = s.Popen(['sleep', '60']); print(p.pid, flush=True)"
@@ -21,7 +21,7 @@ WAITS = f"{NURSE}; p.wait()"
 RUNS = """
 import sys
 from pathlib import Path
-from mergepipe_pipeline.evaluation.child import run_child
+from mergepipe_pipeline.quality.child import run_child
 run_child([sys.executable, "-c", sys.argv[1]], folder=Path("."), environment={}, timeout_s=60)
 """
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe_pipeline.evaluation.metrics import NoMetricsError, metrics_of
+from mergepipe_pipeline.quality.measure import NoMetricsError, metrics_of
 
 METRICS = st.dictionaries(
     st.sampled_from(["accuracy", "acc,none", "mmlu/5-shot", "perplexity"]),

@@ -35,7 +35,7 @@ from mergepipe_pipeline.verbs.publish import history
 from mergepipe_pipeline.verbs.repair import repair
 from mergepipe_pipeline.verbs.verify import verify, verify_all
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.evaluation.quality import EVALUATOR, recipe, set_weight, standing
+from tests.quality.scored_family import EVALUATOR, recipe, set_weight, standing
 
 
 def recipe_file_of(home: Warehouse) -> RecipeFile:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mergepipe_pipeline.domain.evaluation import Evaluation, Gate, Metrics, Threshold
 from mergepipe_pipeline.errors import EvaluationError
-from mergepipe_pipeline.evaluation.judge import is_met, judge
+from mergepipe_pipeline.quality.judge import is_met, judge
 
 DECIMALS = st.decimals(-1000, 1000, places=4, allow_nan=False)
 ALLOWED = st.decimals(0, 10, places=4, allow_nan=False)

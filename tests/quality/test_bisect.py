@@ -1,4 +1,4 @@
-"""The guilty expert is found among those that changed, at no more than the stated cost."""
+"""The suspect is found among those that changed, at no more than the stated cost."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from click.testing import CliRunner
 from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.errors import GateError, NotFoundError
 from mergepipe_pipeline.execution.lookup import provenance_of
+from mergepipe_pipeline.quality.bisection import Bisection
 from mergepipe_pipeline.snapshots.find import list_snapshots
-from mergepipe_pipeline.tracing.bisection import Bisection
 from mergepipe_pipeline.verbs.bisect import Prepared, bisect, prepare
 from mergepipe_pipeline.verbs.gc import collect
 from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.verbs.quarantine import quarantine
 from mergepipe_pipeline.verbs.replace import move_to_cold
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.tracing.world import World
+from tests.quality.world import World
 
 
 def _one_of_three_is_bad(world: World) -> None:
     assert world.becomes(a=1.1, b=1.1, c=(1.0, {"layer_2": 9.0})) is not None
 
 
-def test_the_guilty_expert_and_its_layer_are_found_at_no_more_than_the_stated_cost(
+def test_the_suspect_expert_and_its_layer_are_found_at_no_more_than_the_stated_cost(
     world: World,
 ) -> None:
     home = world.home
@@ -42,9 +42,9 @@ def test_the_guilty_expert_and_its_layer_are_found_at_no_more_than_the_stated_co
     prepared = prepare(home, "mix")
     told = list[str]()
     found = bisect(home, prepared, tell=told.append)
-    assert (found.culprit, found.layers) == ("c", ("layer.02",))
+    assert (found.suspect, found.layers) == ("c", ("layer.02",))
     assert found.undoing[0].startswith("without it (its live version is gone: ")
-    assert "c is guilty: the gate passes without it" in found.told
+    assert "c is the suspect: the gate passes without it" in found.summary
     assert len(told) == len(found.candidates)
     distance = {c.undone: c.metrics["distance"] for c in found.candidates if c.layers is None}
     assert distance["c",] == pytest.approx(0.25, abs=0.1)
@@ -93,10 +93,10 @@ def test_an_expert_goes_back_to_its_live_version_where_that_can_be_had(
     assert world.run() is not None
     found = bisect(home, prepare(home, "mix"))
     world.forget()
-    assert found.culprit == "c"
+    assert found.suspect == "c"
     assert found.undoing[0].startswith("with version ")
-    told = f"c is guilty: the gate passes {found.undoing[0]} in layer.01 (of 6 layers)"
-    assert found.told == told
+    told = f"c is the suspect: the gate passes {found.undoing[0]} in layer.01 (of 6 layers)"
+    assert found.summary == told
 
 
 def test_changes_that_are_bad_together_and_a_recipe_that_says_otherwise_accuse_no_expert(
@@ -105,23 +105,23 @@ def test_changes_that_are_bad_together_and_a_recipe_that_says_otherwise_accuse_n
     home = world.home
     assert world.becomes(a=5.0, b=5.0) is not None
     found = bisect(home, prepare(home, "mix"))
-    assert (found.culprit, found.guilty) == (None, ("a", "b"))
-    assert found.told == (
-        "it cannot be told which of a, b is guilty: the gate does not pass without a, b either, "
+    assert (found.suspect, found.suspects) == (None, ("a", "b"))
+    assert found.summary == (
+        "it is not known which of a, b is to blame: the gate does not pass without a, b either, "
         "and what is live of them is gone; keep each version in a folder of its own"
     )
 
     world.write(weight=1.0)
     assert world.becomes(a=1.1) is not None
     found = bisect(home, prepare(home, "mix"))
-    assert (found.culprit, found.guilty) == (None, ())
-    assert found.told == "undoing a does not help; what else differs: the recipe"
+    assert (found.suspect, found.suspects) == (None, ())
+    assert found.summary == "undoing a does not help; what else differs: the recipe"
 
     world.write("{distance: {min: 9}}")
     assert world.becomes(a=1.1) is not None
     found = bisect(home, prepare(home, "mix"))
-    assert (found.culprit, found.guilty) == (None, ())
-    assert found.told == "the live snapshot does not pass either, so that no change is to blame"
+    assert (found.suspect, found.suspects) == (None, ())
+    assert found.summary == "the live snapshot does not pass either, so that no change is to blame"
 
 
 def test_a_base_that_changed_is_found_where_its_live_version_can_be_had(
@@ -139,7 +139,7 @@ def test_a_base_that_changed_is_found_where_its_live_version_can_be_had(
     assert world.run() is not None
     found = bisect(home, prepare(home, "mix"))
     world.forget()
-    assert found.culprit == "base"
+    assert found.suspect == "base"
     assert found.undoing[0].startswith("with version ")
 
 
@@ -151,15 +151,15 @@ def test_an_expert_of_an_earlier_stage_is_found_and_not_the_stage(world: World) 
     before = _snapshots(home)
     prepared = prepare(home, "mix")
     found = bisect(home, prepared)
-    assert (found.culprit, found.layers) == ("b", ("layer.02",))
+    assert (found.suspect, found.layers) == ("b", ("layer.02",))
     _costs_no_more(home, prepared, found, before, stages=2)
 
 
-def test_an_expert_that_alone_changed_is_guilty_as_the_live_snapshot_passes(world: World) -> None:
+def test_an_expert_that_alone_changed_is_suspect_as_the_live_snapshot_passes(world: World) -> None:
     assert world.becomes(d=(1.0, {"layer_2": 9.0})) is not None
     found = bisect(world.home, prepare(world.home, "mix"))
-    told = "d is guilty: it alone changed, and what is live passes in layer.02 (of 6 layers)"
-    assert found.told == told
+    told = "d is the suspect: it alone changed, and what is live passes in layer.02 (of 6 layers)"
+    assert found.summary == told
 
 
 def test_an_expert_that_a_selector_took_is_found_though_the_selector_takes_it_no_more(
@@ -172,7 +172,7 @@ def test_an_expert_that_a_selector_took_is_found_though_the_selector_takes_it_no
     quarantine(home, "f")
     found = bisect(home, prepare(home, "mix"))
     quarantine(home, "f", release=True)
-    assert (found.culprit, found.undoing) == ("f", ("without it",))
+    assert (found.suspect, found.undoing) == ("f", ("without it",))
     assert ("e",) in {c.undone for c in found.candidates}
 
 
@@ -200,7 +200,7 @@ def test_a_bisection_that_was_killed_goes_on_and_measures_nothing_twice(world: W
             time.sleep(0.02)
         os.killpg(killed.pid, signal.SIGKILL)
     found = bisect(home, prepare(home, "mix"))
-    assert (found.culprit, found.layers) == ("c", ("layer.02",))
+    assert (found.suspect, found.layers) == ("c", ("layer.02",))
     measured = world.evaluated()[before:]
     # What was under way at the kill is measured once more, and nothing else.
     assert len(measured) - len(set(measured)) <= 1
@@ -222,7 +222,7 @@ def test_the_command_states_the_cost_asks_and_accuses_nobody_when_candidates_run
     assert len(world.evaluated()) == before
     done = CliRunner().invoke(main, [*args, "--yes", "--json"])
     found = json.loads(done.stdout)
-    assert (found["culprit"], found["is_smallest"]) == (None, False)
-    assert "c" in found["guilty"]
-    assert found["told"].startswith("the candidates ran out")
+    assert (found["suspect"], found["is_smallest"]) == (None, False)
+    assert "c" in found["suspects"]
+    assert found["summary"].startswith("the candidates ran out")
     assert len(world.evaluated()) == before + 2

@@ -12,9 +12,8 @@ import pytest
 from mergepipe_pipeline.domain.evaluation import Evaluator, Perplexity
 from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.errors import CorruptionError, EvaluationError, MetricsError
-from mergepipe_pipeline.evaluation.child import AbandonedError
-from mergepipe_pipeline.evaluation.run import evaluate
-from mergepipe_pipeline.evaluation.store import evaluations_of
+from mergepipe_pipeline.quality.child import AbandonedError
+from mergepipe_pipeline.quality.measure import evaluate, evaluations_of
 from mergepipe_pipeline.storage import atomic
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.contents.test_input_segments import flip

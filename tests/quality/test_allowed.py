@@ -10,8 +10,8 @@ import pytest
 
 from mergepipe_pipeline.domain.evaluation import Evaluator, LmEval, Perplexity
 from mergepipe_pipeline.errors import EvaluationError, MergePipeError
-from mergepipe_pipeline.evaluation.allowed import EVALUATORS, refuse_forbidden
-from mergepipe_pipeline.evaluation.run import evaluate
+from mergepipe_pipeline.quality.evaluators import EVALUATORS, refuse_forbidden
+from mergepipe_pipeline.quality.measure import evaluate
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.verbs.merge import merge
 from mergepipe_pipeline.warehouse import Warehouse

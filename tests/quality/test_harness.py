@@ -12,8 +12,8 @@ import pytest
 
 from mergepipe_pipeline.domain.evaluation import Evaluator, LmEval
 from mergepipe_pipeline.errors import EvaluationError, GateError
-from mergepipe_pipeline.evaluation.harness import metrics
-from mergepipe_pipeline.evaluation.identity import evaluator_id
+from mergepipe_pipeline.quality.builtin import metrics
+from mergepipe_pipeline.quality.evaluators import evaluator_id
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.verbs.check import check
 from mergepipe_pipeline.verbs.merge import merge

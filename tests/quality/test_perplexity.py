@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from mergepipe_pipeline.domain.evaluation import Evaluator, Perplexity
-from mergepipe_pipeline.evaluation import perplexity
-from mergepipe_pipeline.evaluation.identity import command_of
+from mergepipe_pipeline.quality import builtin
+from mergepipe_pipeline.quality.evaluators import command_of
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -24,8 +24,8 @@ def measured(
     evaluator: Evaluator, folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> dict[str, float]:
     """What the child would print: its arguments are those that the parent gives."""
-    file, field, max_tokens = command_of(evaluator, folder)[3:]
-    perplexity.main(file, field, max_tokens, str(model))
+    kind, options = command_of(evaluator, folder)[3:]
+    builtin.main(kind, options, str(model))
     found: dict[str, float] = json.loads(capsys.readouterr().out.splitlines()[-1])
     return found
 
@@ -67,4 +67,4 @@ def test_perplexity_is_the_exponential_of_transformers_loss(
 def test_a_line_that_is_no_document_is_named(tmp_path: Path, line: str, why: str) -> None:
     (tmp_path / "n.jsonl").write_text(line)
     with pytest.raises(SystemExit, match=why):
-        list(perplexity.documents(tmp_path / "n.jsonl", "text"))
+        list(builtin.documents(tmp_path / "n.jsonl", "text"))

@@ -6,7 +6,7 @@ import pytest
 
 from mergepipe_pipeline.verbs.gc import collect
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.tracing.world import World
+from tests.quality.world import World
 
 
 @pytest.fixture(scope="session")

@@ -16,9 +16,9 @@ from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.contents.quarantine import decide, kept_out
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
 from mergepipe_pipeline.errors import CorruptionError, GateError, NotFoundError
+from mergepipe_pipeline.quality.regression import changes_between
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.snapshots.find import load_snapshot
-from mergepipe_pipeline.tracing.changes import changes_between
 from mergepipe_pipeline.verbs.check import check
 from mergepipe_pipeline.verbs.deploy import Due, Postponed, due
 from mergepipe_pipeline.verbs.extract_lora import extract_lora

@@ -7,7 +7,7 @@ from math import ceil, log2
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe_pipeline.tracing.search import most_questions, narrow
+from mergepipe_pipeline.quality.bisection import most_questions, narrow
 
 _ITEMS = st.integers(1, 24).map(lambda n: tuple(range(n)))
 

@@ -1,24 +1,29 @@
-"""What an evaluator is: a digest of what the recipe says and of the files that it names.
+"""What an evaluator is: whether it may run here, its command and environment, and its digest.
 
-What these files import or read beyond that is not seen: who changes that asks for a new measurement
-(`mergepipe evaluate --fresh`).
+The digest covers what the recipe says and the files that it names. What these import or read beyond
+that is not seen: who changes that asks for a new measurement (`mergepipe evaluate --fresh`).
+MERGEPIPE_EVALUATORS decides what may run, for recipes, searches and the command line alike. A
+program is named by what would be run and by nothing that whoever writes a recipe can put beside it:
+a relative path counts as the whole path of its file.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.domain.evaluation import Evaluator, LmEval
-from mergepipe_pipeline.errors import EvaluationError
-from mergepipe_pipeline.evaluation.allowed import refuse_forbidden, without_secrets
+from mergepipe_pipeline.errors import EvaluationError, MergePipeError
 from mergepipe_pipeline.storage.hashing import file_sha256
 
 #: What the harness reads of a folder of tasks.
@@ -57,13 +62,13 @@ def command_of(evaluator: Evaluator, folder: Path) -> list[str]:
     """
     refuse_forbidden(evaluator, folder)
     if evaluator.python is not None:
-        return [*_ours("entry_point"), evaluator.python]
+        return _ours("python", {"entry": evaluator.python})
     if (text := evaluator.perplexity) is not None:
         _require("transformers", evaluator)
         if not (folder / text.text).is_file():
             raise _lost(evaluator, folder / text.text, "no such file")
         place = str((folder / text.text).resolve())
-        return [*_ours("perplexity"), place, text.field, str(text.max_tokens)]
+        return _ours("perplexity", {**asdict(text), "text": place})
     if evaluator.lm_eval is not None:
         return _harness(evaluator, evaluator.lm_eval, folder)
     program, *arguments = evaluator.command
@@ -82,7 +87,7 @@ def _harness(evaluator: Evaluator, chosen: LmEval, folder: Path) -> list[str]:
     options = asdict(chosen)
     if chosen.include_path is not None:
         options["include_path"] = str(_tasks(evaluator, folder / chosen.include_path).resolve())
-    return [*_ours("harness"), json.dumps(options)]
+    return _ours("lm_eval", options)
 
 
 def _tasks(evaluator: Evaluator, place: Path) -> Path:
@@ -119,8 +124,8 @@ def environment_of(evaluator: Evaluator, snapshot: Path) -> dict[str, str]:
     return environment
 
 
-def _ours(module: str) -> list[str]:
-    return [sys.executable, "-m", f"mergepipe_pipeline.evaluation.{module}"]
+def _ours(kind: str, options: dict[str, Any]) -> list[str]:
+    return [sys.executable, "-m", "mergepipe_pipeline.quality.builtin", kind, json.dumps(options)]
 
 
 def _files(evaluator: Evaluator, folder: Path) -> list[str]:
@@ -155,3 +160,85 @@ def _lost(evaluator: Evaluator, path: Path, found: str) -> EvaluationError:
         found=found,
         next_step="correct `evaluate:` in the recipe, or bring the file",
     )
+
+
+#: `off`, `any` (the default), or names of evaluators with commas between them.
+EVALUATORS = "MERGEPIPE_EVALUATORS"
+#: Names of variables that hold what opens doors.
+_SECRET = re.compile(
+    r"AWS_.*|(.*_)?(TOKEN|SECRET|KEY)|.*(PASSWORD|PASSWD|CREDENTIAL|CONNECTION_STRING).*"
+    r"|MERGEPIPE_WEBHOOK",
+    re.IGNORECASE,
+)
+
+
+def refuse_forbidden(evaluator: Evaluator, folder: Path) -> None:
+    """Raise EvaluationError for an evaluator, of a recipe in `folder`, that may not run here.
+
+    Raises MergePipeError for a wrong value of the variable.
+    """
+    text = os.environ.get(EVALUATORS) or "any"
+    if text == "any":
+        return
+    allowed = frozenset() if text == "off" else _allowed(text)
+    for names in _parts(evaluator, folder):
+        if allowed.isdisjoint(names):
+            raise EvaluationError(
+                "An evaluator may not run here",
+                where=evaluator.label,
+                expected=f"what {EVALUATORS} allows: {text}",
+                found=names[-1],
+                next_step=f"let whoever runs this process add {names[-1]} to {EVALUATORS}, if it "
+                "is to be trusted, or take `evaluate:` out",
+            )
+
+
+def without_secrets(environment: Mapping[str, str], named: tuple[str, ...]) -> dict[str, str]:
+    """The environment without tokens, keys and passwords, but for those that are `named`."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in named or not _SECRET.fullmatch(name)
+    }
+
+
+def _allowed(text: str) -> frozenset[str]:
+    names = frozenset(part for name in text.split(",") if (part := name.strip()))
+    wrong = sorted(n for n in names if n in ("any", "off") or ("/" in n and not n.startswith("/")))
+    if wrong or not names:
+        raise MergePipeError(
+            "A setting has a wrong value",
+            where=EVALUATORS,
+            expected="off, any, or with commas between them perplexity, lm_eval, names of "
+            "programs, and whole paths",
+            found=repr(wrong[0] if wrong else text),
+            next_step="correct it, or leave it out for any",
+        )
+    return names
+
+
+def _parts(evaluator: Evaluator, folder: Path) -> Iterator[tuple[str, ...]]:
+    """The names of each thing that an evaluator runs, the last of which is the surest."""
+    if evaluator.perplexity is not None:
+        yield ("perplexity",)
+    elif (chosen := evaluator.lm_eval) is not None:
+        yield ("lm_eval",)
+        if chosen.include_path is not None:  # whose tasks may call Python beside them
+            yield _places(folder / chosen.include_path)
+    elif evaluator.python is not None:
+        module = folder / evaluator.python.partition(":")[0].replace(".", "/")
+        files = [p for p in (module.with_suffix(".py"), module / "__init__.py") if p.is_file()]
+        where = _places(files[0]) if files else (evaluator.python,)
+        yield ("python", *_places(Path(sys.executable)), *where)
+    else:
+        program = evaluator.command[0]
+        if "/" in program:
+            yield _places(folder / program)
+        else:
+            found = sys.executable if program == "python" else shutil.which(program)
+            yield (*((program,) if found is None else _places(Path(found))), program)
+
+
+def _places(path: Path) -> tuple[str, str]:
+    """A file's whole path as it is given, and where its links lead."""
+    return os.path.abspath(path), str(path.resolve())

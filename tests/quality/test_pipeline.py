@@ -8,7 +8,7 @@ import pytest
 from mergepipe_pipeline.contents.quarantine import quarantine_of
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.verbs.deploy import current_snapshot
-from tests.tracing.world import World
+from tests.quality.world import World
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 
@@ -36,7 +36,7 @@ def test_the_pipeline_refuses_traces_quarantines_and_releases_the_mended_version
         kept_out = quarantine_of(home, "c")
         assert kept_out is not None
         assert "distance is 2" in kept_out.reason
-        assert "c is guilty" in kept_out.reason
+        assert "c is the suspect" in kept_out.reason
         assert jobs() == []
         assert any("mix: c is quarantined since " in reason for reason in ticker.reasons())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from mergepipe_pipeline.verbs.gate import refusal
-from tests.tracing.world import World
+from tests.quality.world import World
 
 
 def test_a_refusal_says_which_experts_and_layers_changed_since_the_live_snapshot(

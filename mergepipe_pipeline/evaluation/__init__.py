@@ -1,1 +1,0 @@
-"""How good snapshots are: evaluators as child processes, what they measured, and verdicts."""

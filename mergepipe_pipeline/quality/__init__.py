@@ -1,0 +1,1 @@
+"""How good snapshots are: evaluators as child processes, verdicts, and what made one worse."""

@@ -1,1 +1,0 @@
-"""Tracing a regression to its expert, and keeping that one out."""
