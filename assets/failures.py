@@ -1,4 +1,4 @@
-"""How the work of an asset fails: with one text, the cause first, and whether to try again."""
+"""How the work of an asset fails: with one text, the cause first."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from typing import Any
 
 import dagster as dg
 
-from mergepipe_pipeline.deploy.faults import Fault, fault_of_exception
 from mergepipe_pipeline.errors import MergePipeError
 
 
 def as_failure(work: Callable[..., Any]) -> Callable[..., Any]:
     """Work whose errors become failures that lead with the error's own text.
 
-    What the same recipe and inputs would give again is not retried, here or by sensors.
+    The run does not try them again: sensors do, with back-off, unless they would fail again.
     """
     if inspect.isgeneratorfunction(work):
 
@@ -41,7 +40,6 @@ def _failing() -> Iterator[None]:
     try:
         yield
     except MergePipeError as error:
-        may_retry = fault_of_exception(error) is not Fault.LASTING
-        raise dg.Failure(str(error), allow_retries=may_retry) from error
+        raise dg.Failure(str(error), allow_retries=False) from error
     except Exception as error:
-        raise dg.Failure(f"{type(error).__name__}: {error}") from error
+        raise dg.Failure(f"{type(error).__name__}: {error}", allow_retries=False) from error

@@ -22,11 +22,11 @@ from mergepipe_pipeline.assets.recipes import build_problem, build_recipe_assets
 from mergepipe_pipeline.assets.searches import build_search_assets, build_search_jobs
 from mergepipe_pipeline.assets.space import free_space
 from mergepipe_pipeline.assets.status import build_status
-from mergepipe_pipeline.cluster.executors import build_executor
 from mergepipe_pipeline.deploy.instance import identity_of
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
+from mergepipe_pipeline.deploy.retry import MOST_ATTEMPTS
 from mergepipe_pipeline.deploy.standing import how_to_begin
-from mergepipe_pipeline.resources import Engine, MergePipe
+from mergepipe_pipeline.resources import Engine, MergePipe, build_executor
 from mergepipe_pipeline.sensors.bisect import build_bisect_sensor
 from mergepipe_pipeline.sensors.failures import failure_sensor
 from mergepipe_pipeline.sensors.inbox import build_inbox_sensor, index_job
@@ -184,6 +184,8 @@ def build_job(file: RecipeFile) -> AssetJob:
             "Layers that are known are reused; recipe_sensor starts it when an input changed."
         ),
         tags={"mergepipe/recipe": file.name},
+        # For a worker that is gone: what a step itself fails of is no run's to try again.
+        op_retry_policy=dg.RetryPolicy(max_retries=MOST_ATTEMPTS),
     )
 
 

@@ -1,4 +1,4 @@
-"""What assets and sensors get from Dagster: the warehouse, and the options of the engine.
+"""What assets and sensors get from Dagster: the warehouse, the options of the engine, the executor.
 
 The only place where Dagster configuration becomes core values. Settings are read from the
 environment when this module is loaded, so that a wrong one stops definitions from loading.
@@ -7,6 +7,7 @@ environment when this module is loaded, so that a wrong one stops definitions fr
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import dagster as dg
@@ -14,10 +15,13 @@ from pydantic import Field
 
 from mergepipe_pipeline.deploy.instance import identity_of
 from mergepipe_pipeline.engine.options import EngineOptions
+from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.execution.plan_leases import lease_run, run_lives
 from mergepipe_pipeline.settings import (
     BUDGET,
     DEVICE,
+    EXECUTOR,
+    EXECUTORS,
     INBOX_QUIET,
     INBOX_RETRY,
     MEMORY,
@@ -31,6 +35,17 @@ from mergepipe_pipeline.warehouse import Warehouse
 
 #: The tag by which a run of ours is known: the identity of its warehouse.
 WAREHOUSE_TAG = "mergepipe/warehouse"
+
+#: What every run may choose, wherever it runs.
+_ALWAYS = ("in_process", "multiprocess")
+#: Modules that are loaded once a run, and not by each of its processes: it takes seconds.
+_LOADED = ["mergepipe_pipeline.definitions", "mergepipe_pipeline.engine.execute"]
+#: What an executor is told if nobody says anything.
+_CONFIG: dict[str, dict[str, Any]] = {
+    "multiprocess": {"start_method": {"forkserver": {"preload_modules": _LOADED}}},
+    # Without it ray runs all steps at once beside the head, and on no other machine.
+    "ray": {"ray": {"num_cpus": 1}},
+}
 
 
 def _variable(setting: Setting[Any]) -> Any:
@@ -118,3 +133,66 @@ class Engine(dg.ConfigurableResource):  # type: ignore[type-arg]
         return EngineOptions.from_settings(
             threads=self.threads, memory_mib=self.memory_mib, device=self.device
         )
+
+
+def build_executor(home: Warehouse) -> dg.ExecutorDefinition:
+    """The executor that MERGEPIPE_EXECUTOR names; a run's config may say another of those here.
+
+    Raises MergePipeError if it is not installed.
+    """
+    usual = EXECUTOR.value()
+    offered = {name: _definition(name) for name in dict.fromkeys((*_ALWAYS, usual))}
+    fields: Any = {
+        name: definition.config_schema.as_field() for name, definition in offered.items()
+    }
+    selector: Any = dg.Selector
+
+    def requirements(config: Any) -> Any:
+        ((name, own),) = config.items()
+        return offered[name].get_requirements(own)
+
+    @dg.executor(
+        name="mergepipe",
+        config_schema=dg.Field(selector(fields), default_value={usual: _CONFIG.get(usual, {})}),
+        requirements=requirements,
+    )
+    def chosen(init: Any) -> dg.Executor:
+        ((name, own),) = init.executor_config.items()
+        inner: Any = offered[name]
+        made: dg.Executor = inner.executor_creation_fn(
+            init._replace(executor_def=inner, executor_config=own)
+        )
+        return made if name == "in_process" else _leased(made, home)
+
+    return chosen
+
+
+def _definition(name: str) -> dg.ExecutorDefinition:
+    module, _, attribute = EXECUTORS[name].partition(":")
+    try:
+        definition: dg.ExecutorDefinition = getattr(import_module(module), attribute)
+    except ImportError as error:
+        raise MergePipeError(
+            "An executor is not installed",
+            where=EXECUTOR.variable,
+            expected=f"what {name} needs",
+            found=str(error),
+            next_step=f"install the extra `{name}`, or choose another executor",
+        ) from error
+    return definition
+
+
+def _leased(executor: dg.Executor, home: Warehouse) -> dg.Executor:
+    """The executor, with a lease of each run while it executes steps in other processes.
+
+    Each step has a lease of its own; between two of them the run would look dead.
+    """
+    execute = executor.execute
+
+    def leasing(plan_context: Any, execution_plan: Any) -> Iterator[dg.DagsterEvent]:
+        with lease_run(home, plan_context.run_id):
+            yield from execute(plan_context, execution_plan)
+
+    # Not a class around it: some executors ask a run for an executor of their own class.
+    executor.execute = leasing  # type: ignore[method-assign]
+    return executor

@@ -20,7 +20,7 @@ T = TypeVar("T")
 EXECUTORS = {
     "in_process": "dagster:in_process_executor",
     "multiprocess": "dagster:multiprocess_executor",
-    "dask": "mergepipe_pipeline.cluster.dask_executor:dask_executor",
+    "ray": "dagster_ray:ray_executor",
     "celery": "dagster_celery:celery_executor",
     "k8s": "dagster_k8s:k8s_job_executor",
 }
@@ -91,12 +91,6 @@ def _shards(text: str, where: str) -> int:
 def _executor(text: str, where: str) -> str:
     if text not in EXECUTORS:
         raise _refuse(where, "one of " + ", ".join(EXECUTORS), text)
-    return text
-
-
-def _scheduler(text: str, where: str) -> str:
-    if not re.fullmatch(r"(tcp|tls|ucx)://[!-~]+:[0-9]{1,5}", text, re.ASCII):
-        raise _refuse(where, "an address like tcp://host:8786", text)
     return text
 
 
@@ -206,18 +200,9 @@ EXECUTOR = Setting[str](
     "",
     "name",
     "in_process",
-    "What runs the steps of a run: in_process, multiprocess, dask, celery or k8s.",
+    "What runs the steps of a run: in_process, multiprocess, ray, celery or k8s.",
     _executor,
     "in_process",
-)
-SCHEDULER = Setting[str | None](
-    "MERGEPIPE_DASK_SCHEDULER",
-    "",
-    "address",
-    None,
-    "Where dask's scheduler listens, as tcp://host:8786, for the executor dask.",
-    _scheduler,
-    "none",
 )
 RETRY = Setting[float](
     "MERGEPIPE_RETRY_S",
@@ -291,7 +276,6 @@ SETTINGS = (
     PACK,
     SHARDS,
     EXECUTOR,
-    SCHEDULER,
     RETRY,
     SENSOR_INTERVAL,
     KEEP_RUNS,

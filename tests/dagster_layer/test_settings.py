@@ -39,7 +39,6 @@ WRONG = {
     "PACK": ("yes", "2"),
     "SHARDS": ("0", "513", "two"),
     "EXECUTOR": ("threads", "Dask"),
-    "DASK_SCHEDULER": ("host:8786", "tcp://host", "tcp://a b:1"),
     "RETRY_S": ["30s"],
     "SENSOR_INTERVAL_S": ["0", "0.5"],
     "KEEP_RUNS_DAYS": ["-30"],

@@ -13,7 +13,6 @@ import pytest
 from dagster._core.execution.api import create_execution_plan
 
 from mergepipe_pipeline.assets.experts import build_burst
-from mergepipe_pipeline.cluster.executors import build_executor
 from mergepipe_pipeline.definitions import build_definitions
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.domain.outcome import LayerOutcome
@@ -21,7 +20,7 @@ from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import BusyError, MergePipeError
 from mergepipe_pipeline.execution.plan_leases import lease_layers
-from mergepipe_pipeline.resources import MergePipe
+from mergepipe_pipeline.resources import MergePipe, build_executor
 from mergepipe_pipeline.settings import EXECUTOR
 from mergepipe_pipeline.verbs.deploy import (
     current_snapshot,
@@ -202,18 +201,6 @@ def test_a_lease_of_layers_that_a_dead_worker_left_is_nobodys(
         (home.leases_dir / name).write_bytes(data)
     collect(home, older_than_s=0)
     assert not list(home.leases_dir.glob("layer-*"))
-
-
-def test_a_step_of_a_cluster_ends_with_its_worker() -> None:
-    step = subprocess.Popen(
-        [sys.executable, "-m", "mergepipe_pipeline.cluster.step"], stdin=subprocess.PIPE
-    )
-    try:
-        assert step.stdin is not None
-        step.stdin.close()  # as the system does when the worker is killed
-        assert step.wait(timeout=30) == -signal.SIGKILL
-    finally:
-        step.kill()
 
 
 def test_a_burst_in_shards_indexes_each_expert_once(

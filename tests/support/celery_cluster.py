@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.dagster_layer.daemon import free_port
-from tests.support.dask_cluster import environment
-from tests.support.processes import Processes
+from tests.support.processes import Processes, environment
 
 #: What docs/executors.md has workers be told: a task is the broker's until it is done.
 _WORKER = """
@@ -45,7 +44,7 @@ class CeleryCluster(Processes):
 
     def add(self, name: str, home: Path, seen_at: Path | None = None) -> None:
         """Start a worker of one step at a time, whose every step is a new process."""
-        assert seen_at is None, "mount points of its own are tried with dask"
+        assert seen_at is None, "mount points of its own are tried with ray"
         env = environment(home, self._folder / name / "dagster", **self.settings)
         env["PYTHONPATH"] += f"{os.pathsep}{self._folder}"
         command = [sys.executable, "-m", "celery", "-A", "dagster_celery.app", "worker"]

@@ -4,8 +4,8 @@ FAMILY is a folder with `base` and experts beside it. The plan is made once; the
 merges it in each number of shards, from inputs that are dropped from the page cache, into a
 warehouse that knows no layer. Wall seconds are those of the asset `merge` in Dagster's event log:
 from the moment its first step is asked for until its last one ends. An idle step is the one that
-gathers, from the end of the last shard. `--executors dask` starts a scheduler and as many workers
-as there are shards, at most `--workers`, and needs the extra `cluster`.
+gathers, from the end of the last shard. `--executors ray` starts a head and as many workers as
+there are shards, at most `--workers`, and needs the extra `ray`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from mergepipe_pipeline.verbs.shards import merged_layers
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.lab.bench import FOLDER
 from tests.lab.bench.measure import make_cold, weight_files
-from tests.support.dask_cluster import environment, running_cluster
+from tests.support.processes import environment
+from tests.support.ray_cluster import ray_cluster
 
 _METHOD = "merge_method: ties\nparameters: {density: 0.2, weight: 0.5}\ndtype: bfloat16\n"
 
@@ -104,8 +105,8 @@ def _measured(
     if chosen.threads:
         settings["MERGEPIPE_THREADS"] = str(chosen.threads)
     with tempfile.TemporaryDirectory(dir=folder) as temporary, ExitStack() as stack:
-        if executor == "dask":
-            cluster = stack.enter_context(running_cluster(Path(temporary) / "cluster", **settings))
+        if executor == "ray":
+            cluster = stack.enter_context(ray_cluster(Path(temporary) / "cluster", **settings))
             for number in range(min(shards, chosen.workers)):
                 cluster.add(f"worker-{number}", home.root)
             settings = cluster.settings

@@ -32,8 +32,8 @@ class Rates:
 
     `core`: ties at K = 20 over 0.6B took 24 s of processor for 25 GB (docs/reliability.md).
     `link`: K = 5 read cold, 7.2 GB in 7.9 s (`bench_shards`). `storage`: all workers together, 0
-    for as much as they ask. `step`: one of dask that merges nothing, 3.9 to 4.1 s, and `start`:
-    until one begins, 1.2 to 2.6 s while no core is missing (both `bench_shards`). `plan`: 100
+    for as much as they ask. `step`: one that merges nothing, 3.9 to 4.1 s, and `start`: until
+    one begins, 1.2 to 2.6 s while no core is missing (both `bench_shards`). `plan`: 100
     experts of 70B took 24 to 29 s (`bench_planning`).
     """
 

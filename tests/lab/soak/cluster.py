@@ -1,6 +1,6 @@
 """`python -m tests.lab.soak.cluster`: a merge over two workers, one of which is killed.
 
-They are of dask, or with --celery of celery, and have homes, directories and (of dask, with
+They are of ray, or with --celery of celery, and have homes, directories and (of ray, with
 --apart) mount points of their own. With --postgres Dagster's instance is in a PostgreSQL server
 that is started for it. With --multiprocess, a process of Dagster's executor is killed instead, and
 the run that fails of it is followed by another. Prints who merged which layers, and exits 1 if the
@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import partial
 from pathlib import Path
 
 import dagster as dg
@@ -40,9 +39,10 @@ from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.verbs.shards import merged_layers
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.postgres import running_server
-from tests.support.celery_cluster import CeleryCluster, celery_cluster
-from tests.support.dask_cluster import ROOT, Cluster, environment, running_cluster, wait_for
+from tests.support.celery_cluster import celery_cluster
 from tests.support.family import Size, tensors_of, write_model
+from tests.support.processes import ROOT, environment, wait_for
+from tests.support.ray_cluster import ray_cluster
 
 #: Kills who works in a process.
 Kill = Callable[[int], None]
@@ -88,11 +88,11 @@ def _run(folder: Path, chosen: argparse.Namespace, variables: dict[str, str]) ->
         if killed:
             execute(home, launcher, settings)
     else:
-        running = celery_cluster if chosen.celery else running_cluster
+        running = celery_cluster if chosen.celery else ray_cluster
         with running(folder / "cluster", **settings) as cluster:
             for name in "ab":
                 cluster.add(name, home.root, folder / f"mount-{name}" if chosen.apart else None)
-            kill = None if chosen.spare else partial(_kill_worker, cluster)
+            kill = None if chosen.spare else cluster.kill_worker_of
             killed = execute(home, launcher, cluster.settings, kill)
     return _judge(home, launcher, expected, killed, time.monotonic() - started)
 
@@ -133,18 +133,8 @@ def _kill_one_at_work(home: Warehouse, run: subprocess.Popen[bytes], kill: Kill)
     return f"{process}, after {layer}"
 
 
-def _kill_worker(cluster: Cluster | CeleryCluster, step: int) -> None:
-    """Kill the worker of a step's process, and not that process."""
-    cluster.kill(next(name for name in "ab" if cluster.pid(name) == _parent(step)))
-
-
 def _kill_step(step: int) -> None:
     os.kill(step, signal.SIGKILL)
-
-
-def _parent(process: int) -> int:
-    stat = Path(f"/proc/{process}/stat").read_text()
-    return int(stat.rpartition(")")[2].split()[1])
 
 
 def small_warehouse(root: Path, layers: int, hidden: int) -> Warehouse:
