@@ -24,18 +24,11 @@ from mergepipe_pipeline.domain.plan import LayerTask, MergePlan, TensorTask
 from mergepipe_pipeline.domain.shard import Shard
 from mergepipe_pipeline.domain.snapshot import Ref, operator_counts
 from mergepipe_pipeline.domain.view import TensorView
-from mergepipe_pipeline.report import conflict_tables as tables
-from mergepipe_pipeline.report.explain_tables import bytes_picture
-from mergepipe_pipeline.report.predicted import why_no_error
-from mergepipe_pipeline.report.shares import operator_choices, shares
 from mergepipe_pipeline.text import in_one_line, markdown, percent, size
-from mergepipe_pipeline.verbs.curve import (
-    RecipeCurve,
-    picture,
-    rows_of,
-    sentence,
-    small_picture,
-)
+from mergepipe_pipeline.verbs.conflicts import largest_error, tables
+from mergepipe_pipeline.verbs.conflicts import picture as conflicts_picture
+from mergepipe_pipeline.verbs.curve import RecipeCurve, picture, rows_of, sentence
+from mergepipe_pipeline.verbs.explain import operator_choices, read_shares, shares_picture
 from mergepipe_pipeline.verbs.released import Brought
 
 if TYPE_CHECKING:
@@ -46,8 +39,6 @@ _GIB = 1 << 30
 _MOST_REASONS = 8
 #: Characters of a recipe that are shown, and experts that have a column.
 _MOST_TEXT, _MOST_EXPERTS = 900, 12
-#: Pairs shown as the most conflicting and as the most redundant.
-_MOST_PAIRS = 10
 #: What the checkpoints of rows made for another tokenizer are called.
 _TOKEN_ROWS = re.compile(r"token-rows-[0-9a-f]+")
 
@@ -119,7 +110,7 @@ def plan_metadata(plan: MergePlan, recipe_curve: RecipeCurve | None = None) -> M
         "expert GiB in all": gib(e.expert_bytes_total),
         **({"expert GiB saved": gib(saved)} if saved else {}),
         **error_metadata(plan),
-        "share read": png(bytes_picture(plan), "share of bytes read by layer and expert"),
+        "share read": png(shares_picture(plan), "share of bytes read by layer and expert"),
         "blocks read": e.blocks_bought,
         "blocks in all": e.blocks_total,
         **({"blocks known to be zero": e.blocks_zero} if e.blocks_zero else {}),
@@ -143,7 +134,7 @@ def plan_metadata(plan: MergePlan, recipe_curve: RecipeCurve | None = None) -> M
                     size(s.nbytes_read),
                     percent(s.nbytes_read / max(1, s.nbytes_total)),
                 )
-                for s in shares(plan, "expert")
+                for s in read_shares(plan, "expert")
                 if s.nbytes_read
             ],
         ),
@@ -196,7 +187,7 @@ def report_metadata(plan: MergePlan) -> Mapping[str, Any]:
     """By layer and expert, what was read; layers and experts of which nothing was are left out."""
     cells: dict[str, dict[str, list[int]]] = {}
     by_expert = Counter[str]()
-    for s in shares(plan, "layer"):
+    for s in read_shares(plan, "layer"):
         if s.nbytes_read:
             name = plain_name(s.expert)
             cell = cells.setdefault(s.place, {}).setdefault(name, [0, 0])
@@ -221,7 +212,7 @@ def time_metadata(seconds: float | str) -> Mapping[str, Any]:
 
 def error_metadata(plan: MergePlan) -> Mapping[str, Any]:
     """What the plan promises of its error, in L2 and relative to the update, and why."""
-    e, unknown = plan.estimates, why_no_error(plan.estimates)
+    e, unknown = plan.estimates, plan.estimates.no_error_note
     norms = {
         "predicted error": None if unknown else e.predicted_error,
         "margin of the predicted error": None if unknown else e.predicted_margin,
@@ -365,8 +356,7 @@ def _curve_metadata(recipe_curve: RecipeCurve | None) -> Mapping[str, Any]:
         return {"budgets": recipe_curve.unknown}
     curve = recipe_curve.curve
     return {
-        "loss by budget": dg.MetadataValue.md(small_picture(recipe_curve)),
-        "loss by budget, all strategies": png(picture(recipe_curve), "predicted loss over bytes"),
+        "loss by budget": png(picture(recipe_curve), "predicted loss over bytes"),
         "budgets": table(*rows_of(curve)),
         **({"knee GiB": gib(curve.knee.nbytes)} if curve.knee else {}),
     }
@@ -399,32 +389,19 @@ def conflict_metadata(reports: ConflictReports) -> Mapping[str, Any]:
     """Tables and a picture of one report per stage; keys name the stage where there are several."""
     if not reports:
         return {"compared": "nothing: no model is merged into a checkpoint as its base"}
-    meta: dict[str, Any] = {}
+    meta: dict[str, Any] = {"heat map of cosines": png(conflicts_picture(reports), "cosines")}
     for stage, report in reports.items():
-        prefix = f"{stage}: " if len(reports) > 1 else ""
-        conflicting = report.conflicting("layer")[:_MOST_PAIRS]
-        redundant = report.redundant("all")[:_MOST_PAIRS]
         shown: dict[str, Any] = {
             "experts": len(report.experts),
             "interference": short(report.whole.interference),
             "standard error of the interference": short(report.whole.interference_error),
-            "largest standard error of a cosine": short(
-                tables.largest_error(report, "cosine_error")
-            ),
-            "heat map of cosines": png(tables.picture(report), "heat map of cosines"),
-            "cosines": markdown_table(("", *report.experts), tables.matrix_rows(report, "cosine")),
-            "by layer": markdown_table(
-                tables.place_headers("layer"), tables.place_rows(report, "layer")
-            ),
-            "conflicting pairs": _pairs(tables.pair_rows(conflicting)),
-            "redundant pairs": _pairs(tables.pair_rows(redundant)),
+            "largest standard error of a cosine": short(largest_error(report, "cosine_error")),
         }
+        for title, (headers, rows) in tables(report, "layer").items():
+            shown[title] = markdown_table(headers, rows) if rows else "none"
+        prefix = f"{stage}: " if len(reports) > 1 else ""
         meta |= {f"{prefix}{key}": value for key, value in shown.items()}
     return meta
-
-
-def _pairs(rows: Sequence[tables.Row]) -> dg.MarkdownMetadataValue | str:
-    return markdown_table(tables.PAIR_HEADERS, rows) if rows else "none"
 
 
 def png(picture: bytes, description: str) -> dg.MarkdownMetadataValue:

@@ -14,7 +14,6 @@ from mergepipe_pipeline.assets.failures import as_failure
 from mergepipe_pipeline.assets.labels import labels
 from mergepipe_pipeline.assets.metadata import metrics_metadata, plain_name, png, short, table
 from mergepipe_pipeline.deploy.instance import own_name
-from mergepipe_pipeline.report.front import DrawnFront, front_chart, front_picture
 from mergepipe_pipeline.resources import Engine, MergePipe
 from mergepipe_pipeline.text import in_one_line, size
 from mergepipe_pipeline.verbs.search import (
@@ -23,6 +22,7 @@ from mergepipe_pipeline.verbs.search import (
     Result,
     Search,
     SearchCost,
+    front_picture,
     publish_front,
     search_of,
 )
@@ -135,7 +135,7 @@ def _front(standing: StandingSearch) -> dg.AssetsDefinition:
         return dg.MaterializeResult(
             data_version=dg.DataVersion(results),
             metadata={
-                **_pictures(find_front(mergepipe.warehouse, search).drawn()),
+                "front": _picture(find_front(mergepipe.warehouse, search)),
                 **_front_metadata(find_front(mergepipe.warehouse, search)),
             },
         )
@@ -160,7 +160,7 @@ def _refs(standing: StandingSearch) -> dg.AssetsDefinition:
             data_version=dg.DataVersion(results),
             metadata={
                 "refs": table(("ref", "version", "snapshot"), rows),
-                **_pictures(find_front(mergepipe.warehouse, search).drawn()),
+                "front": _picture(find_front(mergepipe.warehouse, search)),
             },
         )
 
@@ -210,11 +210,8 @@ def _result_metadata(done: Result) -> dict[str, Any]:
     }
 
 
-def _pictures(shown: DrawnFront) -> dict[str, Any]:
-    return {
-        "front": dg.MetadataValue.md(front_chart(shown)),
-        "front, all objectives": png(front_picture(shown), "front and hypervolume"),
-    }
+def _picture(shown: Front) -> dg.MarkdownMetadataValue:
+    return png(front_picture(shown), "front and hypervolume")
 
 
 def _front_metadata(front: Front) -> dict[str, Any]:

@@ -6,20 +6,17 @@ pyplot, so that nothing is shared between threads; it is imported when the first
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from io import BytesIO
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
 import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 #: Inches per cell, and what titles and one character of a label take.
 _CELL, _TITLE, _CHARACTER = 0.34, 0.8, 0.075
@@ -27,14 +24,7 @@ _CELL, _TITLE, _CHARACTER = 0.34, 0.8, 0.075
 _LARGEST = 10.0
 #: Most columns and rows whose cells have room for values, and most labels on an axis.
 _MOST_WITH_TEXT, _MOST_LABELS = (12, 32), 60
-#: Characters of a chart as the Dagster UI gets it; Markdown of 1000 is shown after a click only.
-MOST_IN_PLACE = 999
-#: Pixels of a chart: its size, and where its axes begin and end.
-_WIDE, _HIGH, _LEFT, _RIGHT, _TOP, _BOTTOM = 480, 270, 56, 466, 30, 228
-#: Characters that a label of a chart may have, and points that a series may begin with.
-_MOST_IN_LABEL, _MOST_POINTS = 40, 60
-#: Beside letters and digits, what stays as it is where a chart is the address of a picture.
-_PLAIN = " '=/:;,()"
+_DOTS_PER_INCH = 90
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,35 +49,64 @@ class HeatMap:
         return width, min(_LARGEST, _CELL * max(2, len(self.rows)))
 
 
-def heat_maps(maps: Sequence[HeatMap], *, dots_per_inch: int = 90) -> bytes:
-    """Heat maps side by side as one PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Points (x, y) with their name for the legend ("": none).
 
+    `marker`, `color` (None: the next one) and `line` ("": single points) are as matplotlib names
+    them; with `is_steps` y holds until the next x. `names` stand beside points.
+    """
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    marker: str = "."
+    color: str | None = None
+    line: str = "-"
+    is_steps: bool = False
+    names: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One pair of axes; `is_from_zero`: both start at 0, else where the values do."""
+
+    x_label: str
+    y_label: str
+    series: Sequence[Series]
+    is_from_zero: bool = False
+
+
+def heat_maps(maps: Sequence[HeatMap]) -> bytes:
+    """Draw heat maps side by side as one PNG."""
     widths, heights = zip(*(m.inches() for m in maps), strict=True)
     label_widths = [_CHARACTER * max(map(len, m.rows), default=0) + 1.1 for m in maps]
     label_height = max(_CHARACTER * max(map(len, m.columns), default=0) for m in maps)
-    size = (sum(widths) + sum(label_widths), max(heights) + label_height + _TITLE)
-    figure = Figure(figsize=size, dpi=dots_per_inch, layout="constrained")
-    canvas: Any = FigureCanvasAgg(figure)
+    figure = _figure(sum(widths) + sum(label_widths), max(heights) + label_height + _TITLE)
     ratios = [w + b for w, b in zip(widths, label_widths, strict=True)]
     axes = figure.subplots(1, len(maps), squeeze=False, width_ratios=ratios)[0]
     for axis, heat_map in zip(axes, maps, strict=True):
-        _draw(axis, heat_map)
-    return _png(canvas)
+        _draw_heat_map(axis, heat_map)
+    return _png(figure)
 
 
-def _draw(axis: Axes, drawn: HeatMap) -> None:
+def panels_picture(rows: Sequence[Sequence[Panel]], title: str) -> bytes:
+    """Draw rows of panels as one PNG on white, readable on a dark page, too."""
+    columns = max(map(len, rows))
+    width = 6.8 if columns == 1 else 4.6 * columns
+    figure = _figure(width, 4.2 if len(rows) == 1 else 3.4 * len(rows))
+    for number, row in enumerate(rows):
+        for place, panel in enumerate(row):
+            _draw_panel(figure.add_subplot(len(rows), columns, number * columns + place + 1), panel)
+    figure.suptitle(title, fontsize=11, parse_math=False)
+    return _png(figure)
+
+
+def _draw_heat_map(axis: Axes, drawn: HeatMap) -> None:
     low, high = drawn.limits or (None, None)
     values = np.asarray(drawn.values, np.float64).reshape(len(drawn.rows), len(drawn.columns))
-    image: Any = axis.imshow(
-        values,
-        cmap="RdBu_r" if drawn.diverging else "viridis",
-        vmin=low,
-        vmax=high,
-        aspect="auto",
-        interpolation="nearest",
-    )
+    colors = "RdBu_r" if drawn.diverging else "viridis"
+    image: Any = axis.imshow(values, colors, vmin=low, vmax=high, aspect="auto")
     width, height = drawn.inches()
     axis.set_box_aspect(height / width)
     axis.set_anchor("N")
@@ -101,88 +120,26 @@ def _draw(axis: Axes, drawn: HeatMap) -> None:
     for (y, x), value in np.ndenumerate(values):
         if not np.isnan(value):
             red, green, blue, _ = image.cmap(image.norm(value))
-            dark = 0.3 * red + 0.6 * green + 0.1 * blue < 0.5
-            color = "white" if dark else "black"
+            color = "white" if 0.3 * red + 0.6 * green + 0.1 * blue < 0.5 else "black"
             shown = drawn.text.format(value)
             axis.text(x, y, shown, ha="center", va="center", fontsize=7, color=color)
 
 
 def _label(set_ticks: Any, names: Sequence[str], **style: Any) -> None:
     """Names along an axis, only every so many of them where they are more than fit."""
-    every = -(-len(names) // _MOST_LABELS) or 1
-    shown = range(0, len(names), every)
+    shown = range(0, len(names), -(-len(names) // _MOST_LABELS) or 1)
     set_ticks(list(shown), labels=[names[i] for i in shown], fontsize=7, parse_math=False, **style)
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A line through points (x, y), with its name for the legend; `is_steps`: y holds until the
-    next x.
-    """
-
-    label: str
-    x: Sequence[float]
-    y: Sequence[float]
-    is_steps: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Spots:
-    """Single points, with their name for the legend ("": none).
-
-    `shape` is a marker and `color` a colour as matplotlib names them; `names` stand beside points.
-    """
-
-    label: str
-    x: Sequence[float]
-    y: Sequence[float]
-    shape: str
-    color: str
-    names: Sequence[str] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Panel:
-    """One pair of axes; `is_from_zero`: both start at 0, else where the values do."""
-
-    x_label: str
-    y_label: str
-    lines: Sequence[Line] = ()
-    spots: Sequence[Spots] = ()
-    is_from_zero: bool = False
-
-
-def panels_picture(
-    rows: Sequence[Sequence[Panel]], title: str, *, dots_per_inch: int = 90
-) -> bytes:
-    """Rows of panels as one PNG on white, readable on a dark page, too."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    columns = max(map(len, rows))
-    size = (6.8 if columns == 1 else 4.6 * columns, 4.2 if len(rows) == 1 else 3.4 * len(rows))
-    figure = Figure(figsize=size, dpi=dots_per_inch, layout="constrained")
-    canvas: Any = FigureCanvasAgg(figure)
-    for number, row in enumerate(rows):
-        for place, panel in enumerate(row):
-            _draw_panel(figure.add_subplot(len(rows), columns, number * columns + place + 1), panel)
-    figure.suptitle(title, fontsize=11, parse_math=False)
-    return _png(canvas)
-
-
 def _draw_panel(axis: Axes, panel: Panel) -> None:
-    for line in panel.lines:
-        style = "steps-post" if line.is_steps else "default"
-        axis.plot(
-            line.x, line.y, label=line.label, drawstyle=style, marker=".", ms=4, linewidth=1.4
-        )
-    for spots in panel.spots:
-        axis.plot(
-            spots.x, spots.y, spots.shape, label=spots.label, color=spots.color, ms=8, ls="none"
-        )
-        for x, y, name in zip(spots.x, spots.y, spots.names, strict=False):
+    for s in panel.series:
+        style: Any = {"drawstyle": "steps-post"} if s.is_steps else {}
+        size = 4 if s.line else 8
+        style |= {"label": s.label, "color": s.color, "marker": s.marker, "markersize": size}
+        axis.plot(s.x, s.y, linestyle=s.line or "none", **style)
+        for x, y, name in zip(s.x, s.y, s.names, strict=False):
             place: Any = {"xytext": (7, 7), "textcoords": "offset points", "parse_math": False}
-            axis.annotate(name, (x, y), fontsize=9, color=spots.color, **place)
+            axis.annotate(name, (x, y), fontsize=9, color=s.color, **place)
     if panel.is_from_zero:
         axis.set_xlim(left=0)
         axis.set_ylim(bottom=0)
@@ -191,132 +148,23 @@ def _draw_panel(axis: Axes, panel: Panel) -> None:
     axis.set_xlabel(panel.x_label, fontsize=10, parse_math=False)
     axis.set_ylabel(panel.y_label, fontsize=10, parse_math=False)
     axis.tick_params(labelsize=9)
-    if any([*(line.label for line in panel.lines), *(spots.label for spots in panel.spots)]):
+    if any(s.label for s in panel.series):
         for text in axis.legend(fontsize=9).get_texts():
             text.set_parse_math(False)
 
 
-@dataclass(frozen=True, slots=True)
-class Series:
-    """Points of a chart in a colour that SVG names; `label` is what the legend says, "" nothing."""
+def _figure(width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure
 
-    label: str
-    color: str
-    points: Sequence[tuple[float, float]]
-    is_line: bool = False
+    return Figure(figsize=(width, height), dpi=_DOTS_PER_INCH, layout="constrained")
 
 
-def chart(series: Sequence[Series], x_label: str, y_label: str, *, is_from_zero: bool) -> str:
-    """A chart as Markdown that is so short that the Dagster UI shows it in its place.
-
-    SVG by hand: what matplotlib makes of the same is longer in any format. Where not all points
-    have room, the longest series lose some; what is not finite is left out. Where labels alone take
-    the room, as long ones of letters beyond ASCII do, it is longer and has all points.
-    """
-    kept = [_finite(s.points) for s in series]  # from left to right: steps are shorter
-    xs = _Scale.around([x for p in kept for x, _ in p], _LEFT, _RIGHT, is_from_zero)
-    ys = _Scale.around([y for p in kept for _, y in p], _BOTTOM, _TOP, is_from_zero)
-    some = kept = [_some(p, _MOST_POINTS) for p in kept]
-    while True:
-        drawn = _chart([*zip(series, some, strict=True)], xs, ys, (x_label, y_label))
-        if len(drawn) <= MOST_IN_PLACE:
-            return drawn
-        most = max(map(len, some), default=0) - 1
-        if most < 1:
-            return _chart([*zip(series, kept, strict=True)], xs, ys, (x_label, y_label))
-        some = [_some(p, most) for p in some]
-
-
-def _finite(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    return sorted(p for p in points if all(map(math.isfinite, p)))
-
-
-def _some(points: list[tuple[float, float]], most: int) -> list[tuple[float, float]]:
-    """At most so many of the points, the first and the last among them."""
-    if len(points) <= most:
-        return points
-    return [points[round(n * (len(points) - 1) / max(1, most - 1))] for n in range(most)]
-
-
-@dataclass(frozen=True, slots=True)
-class _Scale:
-    """Values `low` to `high` along pixels `start` to `end`."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-
-    @staticmethod
-    def around(values: Sequence[float], start: float, end: float, is_from_zero: bool) -> _Scale:
-        """A scale on which all values lie, a little inside or above zero."""
-        high = max(values, default=1.0)
-        if is_from_zero:
-            return _Scale(0.0, high or 1.0, start, end)
-        low = min(values, default=0.0)
-        margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-        return _Scale(low - margin, high + margin, start, end)
-
-    def __call__(self, value: float) -> int:
-        """The pixel of a value."""
-        share = (value - self.low) / (self.high - self.low)
-        return round(self.start + (self.end - self.start) * share)
-
-    def ticks(self) -> list[float]:
-        """Two or three round values, the first and the last that there are."""
-        rough = (self.high - self.low) / 5
-        power = 10.0 ** math.floor(math.log10(rough))
-        step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough)
-        first, last = -math.floor(-self.low / step), math.floor(self.high / step)
-        return [n * step for n in dict.fromkeys((first, (first + last) // 2, last))]
-
-
-def _chart(
-    drawn: Sequence[tuple[Series, list[tuple[float, float]]]],
-    xs: _Scale,
-    ys: _Scale,
-    labels: tuple[str, str],
-) -> str:
-    x_label, y_label = map(_label_text, labels)
-    svg = (
-        f"<svg xmlns='http://www.w3.org/2000/svg' width='{_WIDE}' height='{_HIGH}' "
-        "style='font:13px arial;background:white;stroke-linecap:round;stroke-width:8'>"
-        f"<path d='M{_LEFT} {_TOP}V{_BOTTOM}H{_RIGHT}' fill='none' stroke='gray' stroke-width='1'/>"
-    )
-    for series, points in drawn:
-        style = " fill='none' stroke-width='2'" if series.is_line else ""
-        if points:
-            path = _path([(xs(x), ys(y)) for x, y in points], series.is_line)
-            svg += f"<path d='{path}' stroke='{series.color}'{style}/>"
-    svg += "<g text-anchor='end'>"
-    svg += "".join(f"<text x='50' y='{ys(t)}'>{t:.4g}</text>" for t in ys.ticks())
-    legend = [(s.color, _label_text(s.label)) for s, points in drawn if s.label and points]
-    told = " ".join(f"<tspan fill='{color}'>{text}</tspan>" for color, text in legend)
-    svg += f"<text x='{_RIGHT}' y='16'>{told}</text></g><g text-anchor='middle'>"
-    svg += "".join(f"<text x='{xs(t)}' y='245'>{t:.4g}</text>" for t in xs.ticks())
-    svg += f"<text x='260' y='264'>{x_label}</text></g><text x='4' y='16'>{y_label}</text></svg>"
-    # Markdown reads entities and code before it reads where a link leads to.
-    address = quote(svg, safe=_PLAIN).replace("%3C", r"\<").replace("%3E", r"\>")
-    return f"![chart](<data:image/svg+xml,{address}>)"
-
-
-def _path(places: Sequence[tuple[int, int]], is_line: bool) -> str:
-    """A line through places, or a dot at each: a round cap of no length. Relative is shorter."""
-    end, move = ("", "l") if is_line else ("z", "m")
-    steps = [f"{move}{x - u} {y - v}{end}" for (u, v), (x, y) in pairwise(places)]
-    return f"M{places[0][0]} {places[0][1]}{end}{''.join(steps)}".replace(" -", "-")
-
-
-def _label_text(text: str) -> str:
-    """A label as XML takes it, whatever a name holds."""
-    shown = text if len(text) <= _MOST_IN_LABEL else f"{text[: _MOST_IN_LABEL - 1]}…"
-    return escape(shown, quote=False)
-
-
-def _png(canvas: Any) -> bytes:
-    """What a canvas shows, in 256 colours: a third of the bytes, and as many as a scale shows."""
+def _png(figure: Figure) -> bytes:
+    """What a figure shows, in 256 colours: a third of the bytes, and as many as a scale shows."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from PIL import Image
 
+    canvas: Any = FigureCanvasAgg(figure)
     canvas.draw()
     drawn = Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3])
     out = BytesIO()

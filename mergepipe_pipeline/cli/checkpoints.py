@@ -143,8 +143,8 @@ def sql(
     """Query the catalog with SQL; without a query, list the views and their columns."""
     from mergepipe_pipeline.catalog.queries import Limits
     from mergepipe_pipeline.catalog.views import VIEWS
-    from mergepipe_pipeline.report.query import export
-    from mergepipe_pipeline.report.query import query as run
+    from mergepipe_pipeline.verbs.sql import export
+    from mergepipe_pipeline.verbs.sql import query as run
 
     if target and query:
         raise click.UsageError("--export takes no query: the file has all views.")

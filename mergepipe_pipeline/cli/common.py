@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mergepipe_pipeline.progress import Progress
     from mergepipe_pipeline.warehouse import Warehouse
 
+T = TypeVar("T")
 #: No option means more bytes, seconds, elements or versions; seeds may have 32 bits.
 _MOST = (1 << 32) - 1
 
@@ -216,6 +217,43 @@ def fail(error: MergePipeError, as_json: bool) -> NoReturn:
     sys.exit(error.exit_code)
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What a command has to say: JSON, lines for people, records of a CSV file, and a picture."""
+
+    data: Any
+    lines: Sequence[str]
+    records: Sequence[Mapping[str, Any]] = ()
+    picture: Callable[[], bytes] | None = None
+
+
+def answer(
+    *, csv: str, picture: str = ""
+) -> Callable[[Callable[..., Answer]], Callable[..., None]]:
+    """Give a command that returns an `Answer` what `verb` gives, `--csv`, and maybe `--picture`.
+
+    Both texts are the help of these options.
+    """
+
+    def decorated(function: Callable[..., Answer]) -> Callable[..., None]:
+        @verb
+        @functools.wraps(function)
+        def run(console: Console, csv_file: str | None, **given: Any) -> None:
+            png_file = given.pop("png_file", None)
+            found = function(console, **given)
+            if csv_file:
+                write_csv(csv_file, found.records)
+            if png_file and found.picture:
+                write_file(png_file, found.picture())
+            console.show(found.data, *found.lines)
+
+        if picture:
+            run = click.option("--picture", "png_file", type=click.Path(), help=picture)(run)
+        return click.option("--csv", "csv_file", type=click.Path(), help=csv)(run)
+
+    return decorated
+
+
 def counted(n: int, noun: str) -> str:
     """1 file, 2 files."""
     return f"{n} {noun}{'' if n == 1 else 's'}"
@@ -235,6 +273,12 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
         ).rstrip()
 
     return [line(headers), line(["-" * w for w in widths]), *(line(r) for r in cells)]
+
+
+def cells(rows: Sequence[T], columns: Mapping[str, Callable[[T], Any]]) -> list[str]:
+    """Lines of a table after an empty one, of columns by their headers; nothing without rows."""
+    made = [[cell(row) for cell in columns.values()] for row in rows]
+    return ["", *table(list(columns), made)] if rows else []
 
 
 def recipe_folder(path: str) -> Path:

@@ -7,14 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mergepipe_pipeline.cli.common import (
-    Console,
-    recipe_folder,
-    table,
-    verb,
-    write_csv,
-    write_file,
-)
+from mergepipe_pipeline.cli.common import Answer, Console, answer, recipe_folder, table
 from mergepipe_pipeline.cli.merging import egress_lines, planning_options
 from mergepipe_pipeline.cli.reading import reading
 from mergepipe_pipeline.text import size
@@ -40,17 +33,8 @@ def _shares(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
 @click.argument("recipe", type=click.Path())
 @planning_options
 @click.option("--at", "shares", callback=_shares, help="Budgets in percent, such as 1,5,25.")
-@click.option("--csv", "csv_file", type=click.Path(), help="Write every point here.")
-@click.option("--picture", "png_file", type=click.Path(), help="Write the curves (PNG) here.")
-@verb
-def curve(
-    console: Console,
-    recipe: str,
-    shares: tuple[float, ...],
-    csv_file: str | None,
-    png_file: str | None,
-    **planning: Any,
-) -> None:
+@answer(csv="Write every point here.", picture="Write the curves (PNG) here.")
+def curve(console: Console, recipe: str, shares: tuple[float, ...], **planning: Any) -> Answer:
     """Predict what every budget would lose, for all strategies, from statistics alone.
 
     Experts that were not analysed yet are read once; then no weight is read. The knee is where the
@@ -72,12 +56,8 @@ def curve(
     )
     console.warn(recipe_curve.warnings)
     rows = records(recipe_curve.curve)
-    if csv_file:
-        write_csv(csv_file, rows)
-    if png_file:
-        write_file(png_file, picture(recipe_curve))
     *points, chosen = rows
-    console.show(
+    return Answer(
         {
             "recipe": recipe_curve.recipe,
             "expert_bytes_total": recipe_curve.curve.nbytes_total,
@@ -88,8 +68,9 @@ def curve(
             "points": points,
             "egress": [asdict(e) for e in recipe_curve.egress],
         },
-        *_lines(recipe_curve),
-        *egress_lines(recipe_curve.egress, "download  "),
+        [*_lines(recipe_curve), *egress_lines(recipe_curve.egress, "download  ")],
+        rows,
+        lambda: picture(recipe_curve),
     )
 
 

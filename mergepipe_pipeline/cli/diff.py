@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mergepipe_pipeline.cli.common import Console, table, verb, write_csv
+from mergepipe_pipeline.cli.common import Answer, Console, answer, table
 from mergepipe_pipeline.text import percent
 
 if TYPE_CHECKING:
@@ -21,9 +21,8 @@ _COLUMNS = ("state", "tensors", "elements changed", "distance (L2)", "of before"
 @click.argument("before")
 @click.argument("after")
 @click.option("--by", type=click.Choice(["layer", "tensor"]), default="layer", show_default=True)
-@click.option("--csv", "csv_file", type=click.Path(), help="Write every tensor that differs here.")
-@verb
-def diff(console: Console, before: str, after: str, by: str, csv_file: str | None) -> None:
+@answer(csv="Write every tensor that differs here.")
+def diff(console: Console, before: str, after: str, by: str) -> Answer:
     """Show what changed from snapshot BEFORE to AFTER: inputs, settings, files, weights.
 
     Each is an id, a prefix, a ref, REF@VERSION, or the folder of a snapshot. Layers that both share
@@ -33,8 +32,6 @@ def diff(console: Console, before: str, after: str, by: str, csv_file: str | Non
 
     difference = run(console.existing, before, after, console.progress)
     tensors = [_record(t) for t in difference.tensors]
-    if csv_file:
-        write_csv(csv_file, tensors)
     shown = {
         **asdict(difference),
         **{
@@ -45,7 +42,7 @@ def diff(console: Console, before: str, after: str, by: str, csv_file: str | Non
         "tensors": tensors,
         "whole": _record(difference.whole),
     }
-    console.show(shown, *_lines(difference, by))
+    return Answer(shown, _lines(difference, by), tensors)
 
 
 def _record(row: LayerChange | TensorChange) -> dict[str, Any]:

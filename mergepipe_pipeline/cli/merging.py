@@ -150,7 +150,7 @@ def _stage_lines(resolved: ResolvedRecipe, packed: PackedCost | None) -> tuple[s
 def plan(console: Console, recipe: str, **planning: Any) -> None:
     """Decide what to read under the budget, and print the bound on what that costs."""
     from mergepipe_pipeline.execution.egress import egress_of_plan
-    from mergepipe_pipeline.report.shares import shares
+    from mergepipe_pipeline.verbs.explain import read_shares
 
     made = _plan(console, recipe, planning)
     egress = egress_of_plan(made)
@@ -158,7 +158,7 @@ def plan(console: Console, recipe: str, **planning: Any) -> None:
     console.warn(made.warnings)
     rows = [
         (s.expert, size(s.nbytes_total), size(s.nbytes_read), size(s.nbytes_known_zero))
-        for s in shares(made, "expert")
+        for s in read_shares(made, "expert")
     ]
     console.show(
         {
@@ -219,11 +219,9 @@ def strategy_text(made: MergePlan) -> str:
 
 def error_text(made: MergePlan) -> str:
     """The predicted error, absolute and relative to the update; four standard errors with it."""
-    from mergepipe_pipeline.report.predicted import why_no_error
-
     e = made.estimates
-    if e.predicted_error is None or why_no_error(e):
-        return why_no_error(e)
+    if e.predicted_error is None or e.no_error_note:
+        return e.no_error_note
     margin = "" if e.predicted_margin is None else f" ± {e.predicted_margin:.2g}"
     relative = ""
     if e.update_norm:

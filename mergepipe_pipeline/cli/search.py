@@ -93,9 +93,7 @@ def front(console: Console, name: str, picture: str | None) -> None:
     results = verbs.front(console.warehouse, _search(console, name))
     console.warn(results.warnings)
     if picture is not None:
-        from mergepipe_pipeline.report.front import front_picture
-
-        write_file(picture, front_picture(results.drawn()))
+        write_file(picture, verbs.front_picture(results))
     console.show(_json(results), *_lines(results))
 
 

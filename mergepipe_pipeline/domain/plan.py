@@ -217,6 +217,10 @@ class LayerTask:
         return sum(t.base.view.nbytes for t in self.tasks if t.base)
 
 
+#: Why nothing is predicted of experts that hold NaN or infinity.
+NOT_FINITE = "unknown: an expert holds NaN or infinity"
+
+
 @dataclass(frozen=True, slots=True)
 class Estimates:
     """What the planner knew and promised; takes no part in any id.
@@ -250,6 +254,18 @@ class Estimates:
     expert_bytes_packed: int = 0
     pack_block_elems: int = 0
     update_note: str = ""
+
+    @property
+    def no_error_note(self) -> str:
+        """Why the error is not predicted; "" where it is.
+
+        Only an expert that is not finite leaves the norm of the update open while there is a base,
+        and no note says why.
+        """
+        if self.update_norm is not None or self.update_note:
+            return "" if self.predicted_error is not None else f"not predicted: {self.bound_note}"
+        has_base = self.predicted_error is not None or self.error_bound is None
+        return NOT_FINITE if has_base else "not predicted: there is no base to differ from"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The planning problem of a recipe, or of a plan made earlier, and its solution; reads no weight.
 
-For the verbs that only report: `curve` and `explain`. A plan is asked about from the catalog alone;
+For the verb `curve`. A plan is asked about from the catalog alone;
 its checkpoints need not be there any more.
 """
 
@@ -14,14 +14,13 @@ import numpy as np
 
 from mergepipe_pipeline.contents.away import present_root
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
-from mergepipe_pipeline.domain.layers import layer_count, layer_name
 from mergepipe_pipeline.domain.pack import TIERS
 from mergepipe_pipeline.domain.plan import ExpertInput, MergePlan, Source
 from mergepipe_pipeline.domain.recipe import Recipe
 from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.execution.egress import egress_of_recipe
 from mergepipe_pipeline.execution.planning import resolve_after_stages
-from mergepipe_pipeline.facts.gather import PlanInputs, gather
+from mergepipe_pipeline.facts.gather import gather
 from mergepipe_pipeline.planner.bounds import Bound
 from mergepipe_pipeline.planner.candidates import Candidates
 from mergepipe_pipeline.planner.level_selection import (
@@ -30,7 +29,7 @@ from mergepipe_pipeline.planner.level_selection import (
     LevelSelection,
     select_levels,
 )
-from mergepipe_pipeline.planner.levels import Levels, LevelTable, originals
+from mergepipe_pipeline.planner.levels import Levels
 from mergepipe_pipeline.planner.packed_rows import NOTHING, ORIGINAL
 from mergepipe_pipeline.planner.selection import BlockSelection, PlanningProblem, select_blocks
 from mergepipe_pipeline.progress import Progress
@@ -48,13 +47,12 @@ if TYPE_CHECKING:
 class SolvedProblem:
     """A recipe with its planning problem, and what was selected: blocks, or levels of packs.
 
-    `problem` is that of blocks, which a selection of levels does without. `experts` are the
-    models' names by position; those in `read` had to be analysed first. `egress` is what a merge of
+    `problem` is that of blocks, which a selection of levels does without. Experts in
+    `read` had to be analysed first. `egress` is what a merge of
     a recipe fetches from addresses.
     """
 
     recipe: Recipe
-    experts: tuple[str, ...]
     problem: PlanningProblem
     selection: BlockSelection | LevelSelection
     read: tuple[str, ...]
@@ -62,38 +60,11 @@ class SolvedProblem:
     egress: tuple[Egress, ...] = ()
 
     @property
-    def table(self) -> LevelTable:
-        """What can be read, by levels."""
-        if isinstance(self.selection, LevelSelection):
-            return self.selection.problem.table
-        return LevelTable(self.problem.candidates)
-
-    @property
-    def levels(self) -> Levels:
-        """The level selected of each candidate of `table`."""
-        if isinstance(self.selection, LevelSelection):
-            return self.selection.levels
-        return originals(self.selection.choice)
-
-    @property
     def bound(self) -> Bound:
         """The bound of what was selected."""
         if isinstance(self.selection, LevelSelection):
             return self.selection.problem.bound(self.selection.levels)
         return self.problem.bound(self.selection.choice)
-
-    def again(self) -> Levels:
-        """What is selected today for the same recipe."""
-        if isinstance(self.selection, LevelSelection):
-            return select_levels(self.selection.problem, self.recipe.budget)
-        strategy = self.selection.strategy
-        return originals(select_blocks(self.problem, self.recipe.budget, strategy).choice)
-
-    @property
-    def layers(self) -> list[str]:
-        """The layer of each of the problem's tensors."""
-        count = layer_count(t.name for t in self.recipe.tensors)
-        return [layer_name(name, count) for name in self.problem.tensors]
 
 
 def solve_recipe(
@@ -121,20 +92,14 @@ def solve_recipe(
             problem, recipe.budget, None if recipe.strategy == PACKS else recipe.strategy
         )
     egress = egress_of_recipe(warehouse, resolved)
-    return SolvedProblem(recipe, _experts(inputs), problem, selection, inputs.read, packed, egress)
+    return SolvedProblem(recipe, problem, selection, inputs.read, packed, egress)
 
 
-def solve_plan(
-    warehouse: Warehouse,
-    plan: MergePlan,
-    progress: Progress | None = None,
-    *,
-    with_blocks: bool = False,
-) -> SolvedProblem:
+def solve_plan(warehouse: Warehouse, plan: MergePlan) -> SolvedProblem:
     """The planning problem of a plan, and the plan's own selection.
 
     Raises what checking its recipe raises, NotFoundError for a plan over packs that are gone; reads
-    weights only if the catalog lost what it knew. `with_blocks`: see `gather`.
+    weights only if the catalog lost what it knew.
     """
     parsed = parse_plan(plan)
     checkpoints = _checkpoints(warehouse, plan, parsed)
@@ -149,7 +114,7 @@ def solve_plan(
         block_elems=e.block_elems,
         no_packs=plan.request.no_packs,
     )
-    inputs = gather(warehouse, resolved, progress, unnamed=checkpoints, with_blocks=with_blocks)
+    inputs = gather(warehouse, resolved, unnamed=checkpoints, with_blocks=True)
     builder = inputs.builder()
     problem, packed = builder.problem(), builder.level_problem()
     selection: BlockSelection | LevelSelection
@@ -161,15 +126,7 @@ def solve_plan(
     else:
         levels = _levels(packed.candidates, packed.tensors, plan)
         selection = LevelSelection(packed, levels)
-    return SolvedProblem(resolved.recipe, _experts(inputs), problem, selection, inputs.read, packed)
-
-
-def _experts(inputs: PlanInputs) -> tuple[str, ...]:
-    """Models' names by the positions of the recipe's inputs."""
-    names = {
-        i.position: inputs.models[i.model].name for t in inputs.recipe.tensors for i in t.inputs
-    }
-    return tuple(names.get(n, "") for n in range(max(names, default=-1) + 1))
+    return SolvedProblem(resolved.recipe, problem, selection, inputs.read, packed)
 
 
 def _checkpoints(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,11 @@ from mergepipe_pipeline.errors import SearchError
 from mergepipe_pipeline.optimise.pareto import front as on_front
 from mergepipe_pipeline.optimise.pareto import hypervolume
 from mergepipe_pipeline.optimise.trials import REFERENCE
-from mergepipe_pipeline.report.front import DrawnFront, DrawnTrial
+from mergepipe_pipeline.pictures import Panel, Series, panels_picture
 from mergepipe_pipeline.search.ledger import Ledger
 from mergepipe_pipeline.search.records import MergeCost, Point, Result, Search
 from mergepipe_pipeline.search.search_file import Objective
+from mergepipe_pipeline.text import in_one_line
 from mergepipe_pipeline.warehouse import Warehouse
 
 
@@ -78,23 +80,6 @@ class Front:
             for k, o in enumerate(self.objectives)
             if good and all(t.values[k] <= REFERENCE for t in good)
         )
-
-    def drawn(self) -> DrawnFront:
-        """What a picture of the front shows."""
-        objectives = self.objectives
-        trials = (
-            DrawnTrial(
-                t.number,
-                None if t.failure else tuple(t.metrics[o.metric] for o in objectives),
-                t.is_on_front,
-                t.ref,
-                t.ended_s,
-                t.hypervolume,
-            )
-            for t in self.trials
-        )
-        names, maximise = (o.metric for o in objectives), (o.is_max for o in objectives)
-        return DrawnFront(self.search, tuple(names), tuple(maximise), tuple(trials))
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON material."""
@@ -243,3 +228,51 @@ def _best_there_is(
             who = "with the other bounds " if rest and len(minima) + len(maxima) > 1 else ""
             start = f"the {'highest' if sign > 0 else 'lowest'} {name} {who}is"
             yield f"{start} {figure(best.metrics[name])}, of candidate {best.number}"
+
+
+def front_picture(front: Front) -> bytes:
+    """Draw each objective against the last one, and beneath it the hypervolume, as PNG.
+
+    Evaluations that another one beats in everything are pale; beside a published one stands what
+    its ref ends with. The hypervolume stands over evaluations and over time.
+    """
+    others = front.objectives[:-1] or front.objectives
+    above = [Panel(_label(front.objectives[-1]), _label(o), [*_series(front, o)]) for o in others]
+    ended = [t.ended_s for t in front.trials]
+    units = (("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
+    unit, scale = next(u for u in units if u[0] == "seconds" or max(ended, default=0) > 2 * u[1])
+    heights = [t.hypervolume for t in front.trials]
+    beneath = [
+        Panel(label, "hypervolume", [Series("", along, heights, is_steps=True)])
+        for label, along in (
+            ("evaluations", [*range(1, 1 + len(heights))]),
+            (unit, [s / scale for s in ended]),
+        )
+    ]
+    title = f"{front.search}: {len(front.trials)} evaluations; k is {front.search}.k"
+    return panels_picture([above, beneath], in_one_line(title))
+
+
+def _series(front: Front, objective: Objective) -> Iterator[Series]:
+    """An objective over the last one: what is beaten, what lies on the front, what is published."""
+    last = front.objectives[-1].metric
+    drawn = [
+        (t, x, y)
+        for t in front.trials
+        if not t.failure and isfinite(x := t.metrics[last])
+        if isfinite(y := t.metrics[objective.metric])
+    ]
+    for label, marker, color, some in (
+        ("beaten", "o", "#b9c4d8", [d for d in drawn if not d[0].ref and not d[0].is_on_front]),
+        ("on the front", "o", "#2244aa", [d for d in drawn if not d[0].ref and d[0].is_on_front]),
+        ("published", "D", "#c02020", [d for d in drawn if d[0].ref]),
+    ):
+        names = [in_one_line(t.ref.rpartition(".")[2]) for t, _, _ in some]
+        points = [x for _, x, _ in some], [y for _, _, y in some]
+        yield Series(label if some else "", *points, marker, color, line="", names=names)
+
+
+def _label(objective: Objective) -> str:
+    """An objective and its direction."""
+    better = "more" if objective.is_max else "less"
+    return in_one_line(f"{objective.metric} ({better} is better)")

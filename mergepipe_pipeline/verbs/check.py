@@ -10,18 +10,21 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Unpack
 
 from mergepipe_pipeline.execution.egress import egress_of_recipe
-from mergepipe_pipeline.facts.pack_estimate import PackEstimate
+from mergepipe_pipeline.facts.pack_estimate import PackEstimate, estimate_pack
 from mergepipe_pipeline.facts.packs import PackedCost
 from mergepipe_pipeline.recipe.cron import when_merged
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
+from mergepipe_pipeline.resolution.open_models import packable
 from mergepipe_pipeline.resolution.resolve import Planning, ResolvedRecipe, resolve
 from mergepipe_pipeline.timing.forecast import Forecast, forecast, packed_of
 from mergepipe_pipeline.verbs.gate import refuse_unready
-from mergepipe_pipeline.verbs.pack_estimates import estimates_of_recipe
 from mergepipe_pipeline.warehouse import Warehouse
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.remote.egress import Egress
+
+#: Chunks that are encoded for all experts of a recipe together, and of each at least.
+_SAMPLES, _LEAST_SAMPLES = 96, 8
 
 
 @dataclass(frozen=True)
@@ -63,3 +66,16 @@ def check(warehouse: Warehouse, parsed: ParsedRecipe, **planning: Unpack[Plannin
     when = when_merged(parsed.trigger, parsed.schedule, parsed.timezone, datetime.now(UTC))
     told = forecast(warehouse, last)
     return Check(stages, told, packed, when, tuple(estimates.values()), egress)
+
+
+def estimates_of_recipe(warehouse: Warehouse, resolved: ResolvedRecipe) -> tuple[PackEstimate, ...]:
+    """Those of experts that are analysed and have no pack. Reads samples, writes nothing."""
+    recipe, originals = resolved.recipe, resolved.originals
+    if recipe.base is None:
+        return ()
+    used = {i.model for t in recipe.tensors for i in t.inputs} - {recipe.base}
+    pairs = [packable(originals[n], originals[recipe.base]) for n in sorted(used)]
+    experts = {e.name: (e, base) for e, base in pairs if e.checkpoint.kind == "full"}
+    samples = max(_LEAST_SAMPLES, _SAMPLES // max(1, len(experts)))
+    estimates = (estimate_pack(warehouse, *pair, samples) for pair in experts.values())
+    return tuple(estimate for estimate in estimates if estimate is not None)

@@ -1,27 +1,43 @@
-"""The verb `conflicts`: how a recipe's experts agree and differ, from catalog sketches alone."""
+"""The verb `conflicts`: how a recipe's experts agree and differ, from catalog sketches alone.
+
+Also what is shown of it, on the command line and in the Dagster UI alike: estimates come with one
+standard error.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.facts.expert_stats import common_pairs, ensure_stats
+from mergepipe_pipeline.pictures import HeatMap, heat_maps
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.fit import refuse_unplaced
 from mergepipe_pipeline.resolution.grid import grid_for
 from mergepipe_pipeline.resolution.open_models import open_models
 from mergepipe_pipeline.resolution.plain_numbers import refuse_coded
+from mergepipe_pipeline.text import plain
 from mergepipe_pipeline.warehouse import Warehouse
 
 if TYPE_CHECKING:
-    from mergepipe_pipeline.analysis.conflict_report import ConflictReport
+    from mergepipe_pipeline.analysis.agreement import Agreement
+    from mergepipe_pipeline.analysis.conflict_report import ConflictReport, Pair
 
     #: How the experts of each stage conflict, by the stage's name.
     ConflictReports = Mapping[str, ConflictReport]
+
+#: Headers and rows.
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]
+#: Pairs listed as the most conflicting and as the most redundant, unless asked for otherwise.
+MOST_PAIRS = 10
 
 
 def conflicts(
@@ -72,3 +88,119 @@ def _of_stage(
     wanted = [(m, common_pairs(m, models[0])) for m in models[1:]]
     stats = ensure_stats(warehouse, wanted, models[0], grid, progress)
     return compare([m.name for m in models[1:]], stats) if stats else None
+
+
+def largest_error(report: ConflictReport, figure: str) -> float:
+    """The largest standard error in a matrix of all experts; 0 where nothing was seen."""
+    return float(np.nan_to_num(getattr(report.whole, figure)).max(initial=0.0))
+
+
+def tables(report: ConflictReport, by: str, most: int = MOST_PAIRS) -> dict[str, Table]:
+    """Everything that is shown of a report, by its title; tables of pairs may have no rows."""
+    total = float(np.square(report.whole.norms).sum())
+    places = report.places(by).items()
+    pairs = ("place", "experts", "cosine", "same sign", "squared norm lost")
+    return {
+        "cosines": _matrix(report, "cosine", "+"),
+        "elements moved the same way": _matrix(report, "sign_agreement", ""),
+        f"by {by}": (
+            (by, "squared norm", "mean cosine", "lowest", "highest", "same sign", "interference"),
+            [(place, *_place_row(report, agreement, total)) for place, agreement in places],
+        ),
+        "conflicting pairs": (pairs, [*map(_pair_row, report.conflicting(by)[:most])]),
+        "redundant pairs": (pairs, [*map(_pair_row, report.redundant("all")[:most])]),
+    }
+
+
+def pair_records(reports: ConflictReports, by: str) -> list[dict[str, Any]]:
+    """Every pair in every place and over all, one flat record each; None for what is unknown."""
+    return [
+        {"stage": stage, **plain(asdict(pair))}
+        for stage, report in reports.items()
+        for of in ("all", by)
+        for pair in report.pairs(of)
+    ]
+
+
+def record(stage: str, report: ConflictReport, by: str, most: int) -> dict[str, Any]:
+    """All figures over all and per place, and the `most` worst pairs, as plain values."""
+    return {
+        "stage": stage,
+        "experts": list(report.experts),
+        "all": plain(asdict(report.whole)),
+        by: {place: plain(asdict(agreement)) for place, agreement in report.places(by).items()},
+        "conflicting": [plain(asdict(p)) for p in report.conflicting(by)[:most]],
+        "redundant": [plain(asdict(p)) for p in report.redundant("all")[:most]],
+    }
+
+
+def picture(reports: ConflictReports, by: str = "layer") -> bytes:
+    """Draw the cosines of all experts, and each one's mean cosine with the others, as PNG."""
+    maps = []
+    for stage, report in reports.items():
+        names, profile = report.experts, report.profile(by)
+        largest = max(0.1, float(np.abs(profile).max(initial=0.0)))
+        title = f"{stage}: mean cosine with the others, by {by}"
+        maps += [
+            HeatMap(names, names, report.whole.cosine, f"{stage}: cosine", (-1, 1), True),
+            HeatMap([*report.places(by)], names, profile, title, (-largest, largest), True),
+        ]
+    return heat_maps(maps)
+
+
+def percent(share: float, error: float, sign: str = "+") -> str:
+    """A share and its standard error in percent; "-" for one that is not there."""
+    shown = _estimate(100 * share, 100 * error, sign)
+    return shown if math.isnan(share) else f"{shown} %"
+
+
+def _estimate(value: float, error: float, sign: str = "+") -> str:
+    """A figure and its standard error to two digits; "-" for one that is not there."""
+    if math.isnan(value):
+        return "-"
+    digits = max(0, min(6, 1 - math.floor(math.log10(error)))) if error > 0 else 3
+    return f"{value:{sign}z.{digits}f} ± {error:.{digits}f}"
+
+
+def _matrix(report: ConflictReport, figure: str, sign: str) -> Table:
+    """A figure of every expert with every expert."""
+    rows = [
+        (name, *("-" if math.isnan(v) else f"{v:{sign}z.3f}" for v in row))
+        for name, row in zip(report.experts, getattr(report.whole, figure), strict=True)
+    ]
+    return ("", *report.experts), rows
+
+
+def _place_row(report: ConflictReport, agreement: Agreement, total: float) -> tuple[str, ...]:
+    """A layer's or tensor's share of Σ‖δ‖², and how its deltas agree."""
+    first, second = np.triu_indices(len(report.experts), 1)
+    share = f"{100 * np.square(agreement.norms).sum() / total:.2f} %" if total else "-"
+    interference = percent(agreement.interference, agreement.interference_error)
+    if not len(first):
+        return (share, "-", "-", "-", "-", interference)
+    cosines, signs = agreement.cosine[first, second], agreement.sign_agreement[first, second]
+    seen = signs[~np.isnan(signs)]
+
+    def pair(at: int) -> str:
+        i, j = first[at], second[at]
+        shown = _estimate(cosines[at], agreement.cosine_error[i, j])
+        return f"{shown} {report.experts[i]}·{report.experts[j]}"
+
+    return (
+        share,
+        f"{cosines.mean():+z.3f}",
+        pair(int(cosines.argmin())),
+        pair(int(cosines.argmax())),
+        f"{100 * seen.mean():.1f} %" if len(seen) else "-",
+        interference,
+    )
+
+
+def _pair_row(p: Pair) -> tuple[str, ...]:
+    return (
+        p.place,
+        f"{p.first}, {p.second}",
+        _estimate(p.cosine, p.cosine_error),
+        percent(p.sign_agreement, p.sign_error, sign=""),
+        percent(p.lost, p.lost_error),
+    )

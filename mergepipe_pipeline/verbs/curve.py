@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import nan
 from typing import TYPE_CHECKING, Any, Unpack
 
-from mergepipe_pipeline.domain.plan import MergePlan
+from mergepipe_pipeline.domain.plan import NOT_FINITE, MergePlan
 from mergepipe_pipeline.execution.problem import SolvedProblem, solve_plan, solve_recipe
-from mergepipe_pipeline.pictures import Line, Panel, Series, Spots, chart, panels_picture
+from mergepipe_pipeline.pictures import Panel, Series, panels_picture
 from mergepipe_pipeline.planner.budget_curve import SHARES, BudgetCurve, Point, budget_curve
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
-from mergepipe_pipeline.report.predicted import why_no_curve, why_no_error
 from mergepipe_pipeline.resolution.resolve import Planning
 from mergepipe_pipeline.text import byte_unit, size
 from mergepipe_pipeline.warehouse import Warehouse
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.remote.egress import Egress
-
-_LOSS = "predicted loss, % of the update"
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,7 @@ class RecipeCurve:
     @property
     def unknown(self) -> str:
         """Why no budget has an error; "" where budgets have one."""
-        return why_no_curve(self.curve)
+        return "" if self.curve.is_known else NOT_FINITE
 
 
 def curve(
@@ -67,7 +64,7 @@ def curve_of_plan(warehouse: Warehouse, plan: MergePlan) -> RecipeCurve | None:
     e = plan.estimates
     if e.predicted_error is None and e.update_norm is None:
         return None
-    return _recipe_curve(solve_plan(warehouse, plan, with_blocks=True), SHARES)
+    return _recipe_curve(solve_plan(warehouse, plan), SHARES)
 
 
 def _recipe_curve(solved: SolvedProblem, shares: Sequence[float]) -> RecipeCurve:
@@ -141,9 +138,8 @@ def sentence(plan: MergePlan) -> str:
     read, total = (f"{n / nbytes:.3g}" for n in (e.expert_bytes_planned, e.expert_bytes_total))
     is_all = e.expert_bytes_planned == e.expert_bytes_total
     reads = f"reads {'all' if is_all else read} of {total} {unit}"
-    unknown = why_no_error(e)
-    if unknown or e.predicted_error is None:
-        return f"{reads}; its loss is {unknown}" if unknown else reads
+    if e.no_error_note or e.predicted_error is None:
+        return f"{reads}; its loss is {e.no_error_note}" if e.no_error_note else reads
     if not e.predicted_error or not e.update_norm:
         return f"{reads}, predicted to lose nothing"
     lost = 100 * e.predicted_error / e.update_norm
@@ -151,48 +147,24 @@ def sentence(plan: MergePlan) -> str:
     return f"{reads}, predicted to lose {figure} %"
 
 
-def small_picture(recipe_curve: RecipeCurve) -> str:
-    """Markdown: predicted loss of the best strategy over bytes, the plan's own point marked."""
-    curve, own = recipe_curve.curve, recipe_curve.curve.chosen
-    place, unit = _axes(recipe_curve)
-    told = f"this plan: {size(own.nbytes)}, {percent(curve, own)}"
-    return chart(
-        [
-            Series("", "blue", [*map(place, curve.of(curve.best))], is_line=True),
-            Series(told, "red", [place(own)]),
-        ],
-        f"read of the experts, {unit}",
-        _LOSS,
-        is_from_zero=True,
-    )
-
-
 def picture(recipe_curve: RecipeCurve) -> bytes:
-    """PNG: predicted loss over bytes for all strategies, the knee, the plan's own point."""
-    curve, own = recipe_curve.curve, recipe_curve.curve.chosen
-    place, unit = _axes(recipe_curve)
-    lines = []
-    for name in dict.fromkeys(p.strategy for p in curve.points):
-        places = [*map(place, curve.of(name))]
-        lines.append(Line(name, [x for x, _ in places], [y for _, y in places]))
-    told = f"this plan: {own.strategy}, {size(own.nbytes)}, {percent(curve, own)}"
-    x, y = place(own)
-    spots = [Spots(told, [x], [y], "o", "red")]
-    if curve.knee:
-        x, y = place(curve.knee)
-        spots.append(Spots(f"knee: {size(curve.knee.nbytes)}", [x], [y], "D", "black"))
+    """Draw predicted loss over bytes for all strategies, the knee and the plan's own point: PNG."""
+    curve, own, knee = recipe_curve.curve, recipe_curve.curve.chosen, recipe_curve.curve.knee
+    unit, unit_nbytes = byte_unit(curve.nbytes_total)
+
+    def series(label: str, points: Sequence[Point], **style: Any) -> Series:
+        errors = [100 * (curve.relative(p.error) or 0.0) for p in points]
+        known = [nan if recipe_curve.unknown else error for error in errors]
+        return Series(label, [p.nbytes / unit_nbytes for p in points], known, **style)
+
+    names = dict.fromkeys(p.strategy for p in curve.points)
+    drawn = [series(name, curve.of(name)) for name in names]
+    label = f"this plan: {own.strategy}, {size(own.nbytes)}, {percent(curve, own)}"
+    drawn.append(series(label, [own], marker="o", color="red", line=""))
+    if knee:
+        label = f"knee: {size(knee.nbytes)}"
+        drawn.append(series(label, [knee], marker="D", color="black", line=""))
     unknown = f", {recipe_curve.unknown}" if recipe_curve.unknown else ""
-    panel = Panel(f"read of the experts, {unit}", _LOSS, lines, spots, is_from_zero=True)
-    return panels_picture([[panel]], f"{recipe_curve.recipe}: what a budget loses{unknown}")
-
-
-def _axes(recipe_curve: RecipeCurve) -> tuple[Callable[[Point], tuple[float, float]], str]:
-    """Where a point stands, in units of bytes and percent of the update; and that unit."""
-    curve = recipe_curve.curve
-    unit, nbytes = byte_unit(curve.nbytes_total)
-
-    def place(p: Point) -> tuple[float, float]:
-        error = nan if recipe_curve.unknown else curve.relative(p.error) or 0.0
-        return p.nbytes / nbytes, 100 * error
-
-    return place, unit
+    axes = f"read of the experts, {unit}", "predicted loss, % of the update"
+    title = f"{recipe_curve.recipe}: what a budget loses{unknown}"
+    return panels_picture([[Panel(*axes, drawn, is_from_zero=True)]], title)

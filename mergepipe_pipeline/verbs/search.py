@@ -13,7 +13,7 @@ from mergepipe_pipeline.domain.snapshot import Ref
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.search.candidate import evaluate, snapshot_of
 from mergepipe_pipeline.search.cost import SearchCost, search_cost
-from mergepipe_pipeline.search.front import Front, cheapest, front, ref_name
+from mergepipe_pipeline.search.front import Front, cheapest, front, front_picture, ref_name
 from mergepipe_pipeline.search.ledger import Ledger, searches
 from mergepipe_pipeline.search.loop import Tell, run_search
 from mergepipe_pipeline.search.prior import search_prior
@@ -35,6 +35,7 @@ __all__ = [
     "begin_search",
     "evaluate",
     "front",
+    "front_picture",
     "pick",
     "propose",
     "publish_front",

@@ -35,10 +35,10 @@ def conflicts(tmp_path: Path, recipe_text: Callable[..., str]) -> Callable[..., 
 def test_people_see_matrices_a_profile_and_the_worst_pairs(conflicts: Callable[..., str]) -> None:
     shown = conflicts()
     assert "mine: 4 experts" in shown
-    for title in ("cosine of deltas", "share of elements moved the same way", "interference"):
+    for title in ("cosines", "elements moved the same way", "interference"):
         assert title in shown
     assert [line for line in shown.splitlines() if line.startswith("layer.01 ")]
-    assert "most redundant: none" in shown
+    assert "redundant pairs: none" in shown
 
 
 @pytest.mark.parametrize("by", ["layer", "tensor"])
@@ -85,7 +85,7 @@ def test_the_picture_is_a_png_file(conflicts: Callable[..., str], tmp_path: Path
     assert (tmp_path / "pictures" / "c.png").read_bytes().startswith(PNG)
 
 
-def test_several_stages_have_a_report_and_a_picture_each(
+def test_several_stages_have_a_report_each_and_one_picture(
     conflicts: Callable[..., str], tmp_path: Path, recipe_text: Callable[..., str]
 ) -> None:
     recipe = tmp_path / "stages.yml"
@@ -93,7 +93,7 @@ def test_several_stages_have_a_report_and_a_picture_each(
     recipe.write_text(f"{first}---\n{recipe_text(experts=3)}")
     stages = json.loads(conflicts("--json", "--picture", tmp_path / "c.png", of=recipe))["stages"]
     assert [(s["stage"], len(s["experts"])) for s in stages] == [("first", 2), ("stages", 3)]
-    assert sorted(p.name for p in tmp_path.glob("*.png")) == ["c-first.png", "c-stages.png"]
+    assert (tmp_path / "c.png").read_bytes().startswith(PNG)
 
 
 def test_a_recipe_without_a_base_has_nothing_to_compare(

@@ -68,17 +68,13 @@ def test_a_curve_is_a_table_a_record_a_file_and_a_picture(
     assert found["chosen"]["bound"] == planned["error_bound"]
 
 
-def test_a_plan_says_whose_list_it_followed_and_so_do_the_reasons(call: Call, recipe: Path) -> None:
+def test_a_plan_says_whose_list_it_followed(call: Call, recipe: Path) -> None:
     """Few samples show no certain gain: conflict_aware buys what magnitude would."""
     words = (recipe, "--strategy", "conflict_aware", "--budget", "30%")
     assert "ties, conflict_aware (by magnitude: no worse on samples)" in call("plan", *words).stdout
     planned = told(call("plan", *words, "--json"))
     assert (planned["strategy"], planned["ranking"]) == ("conflict_aware", "magnitude")
     assert "(by magnitude" in call("explain", planned["plan_id"]).stdout
-    story = told(call("explain", "tensor", planned["plan_id"], "model.norm.weight", "--json"))
-    assert (story["strategy"], story["ranking"]) == ("conflict_aware", "magnitude")
-    assert story["is_current"]
-    assert all(b["together"] == 1 for b in story["blocks"])
     same = told(call("plan", recipe, "--strategy", "magnitude", "--budget", "30%", "--json"))
     assert same["plan_id"] == planned["plan_id"]
 
@@ -88,22 +84,18 @@ def test_budgets_that_are_no_percents_are_refused(call: Call, recipe: Path, shar
     assert "percent" in call("curve", recipe, "--at", shares, code=2).stderr
 
 
-def test_explaining_goes_from_a_plan_to_its_blocks(
+def test_a_plan_is_a_table_a_record_a_file_and_a_picture(
     call: Call, recipe: Path, tmp_path: Path
 ) -> None:
     plan = told(call("plan", recipe, "--json"))
     shown = call("explain", plan["plan_id"][:12], "--by", "tensor").stdout
     assert "error bound" in shown
     assert NORM in shown
-    assert told(call("explain", "plan", plan["plan_id"], "--json"))["plan_id"] == plan["plan_id"]
     files = tmp_path / "t.csv", tmp_path / "t.png"
-    words = ("explain", "tensor", plan["plan_id"], NORM)
-    text = call(*words).stdout
-    assert "cut after purchase" in text
-    assert "worth" in text
+    words = ("explain", plan["plan_id"], "--by", "layer")
     found = told(call(*words, "--csv", files[0], "--picture", files[1], "--json"))
-    assert [b["expert"] for b in found["blocks"]] == [f"expert_{i:02d}" for i in range(4)]
-    assert [r["why"] for r in rows_of(files[0])] == [b["why"] for b in found["blocks"]]
+    assert (found["plan_id"], found["snapshot_id"]) == (plan["plan_id"], None)
+    assert [r["expert"] for r in rows_of(files[0])] == [s["expert"] for s in found["shares"]]
     assert files[1].read_bytes().startswith(PNG)
 
 
@@ -112,36 +104,12 @@ def test_from_a_merge_to_what_it_lost(call: Call, recipe: Path, tmp_path: Path) 
     assert part["predicted_error"] <= part["error_bound"]
     assert "error         " in call("merge", recipe).stdout
     call("compare", part["snapshot_id"], code=NotFoundError.exit_code)
-    assert (
-        "`mergepipe compare` measures it" in call("explain", "snapshot", part["snapshot_id"]).stdout
-    )
+    assert "`mergepipe compare` measures it" in call("explain", part["snapshot_id"]).stdout
     full = told(call("merge", recipe, "--budget", "none", "--json"))
     found = told(call("compare", part["snapshot_id"], "--csv", tmp_path / "d.csv", "--json"))
     assert 0 < found["error"] <= found["update"]
     assert [r["layer"] for r in rows_of(tmp_path / "d.csv")][-1] == "all"
     assert "error of the update" in call("compare", part["snapshot_id"], full["snapshot_id"]).stdout
-    story = told(call("explain", "snapshot", part["snapshot_id"], "--json"))
+    story = told(call("explain", part["snapshot_id"], "--json"))
     assert {r["figure"]: r["realised"] for r in story["figures"]}["error"] == found["error"]
-    assert "this is the full merge" in call("explain", "snapshot", full["snapshot_id"]).stdout
-
-
-def test_an_expert_is_told_by_where_it_is_and_what_it_gave(
-    call: Call, recipe: Path, tmp_path: Path
-) -> None:
-    merged = told(call("merge", recipe, "--json"))
-    picture = tmp_path / "e.png"
-    found = told(call("explain", "expert", "expert_01", "--picture", picture, "--json"))
-    assert [a["kind"] for a in found["appearances"]] == ["snapshot", "plan"]
-    assert found["plan_id"] == merged["plan_id"]
-    assert picture.read_bytes().startswith(PNG)
-    assert (
-        "squared norm read"
-        in call("explain", "expert", "expert_01", "--in", merged["plan_id"]).stdout
-    )
-
-
-@pytest.mark.parametrize("words", [("tensor", "x"), ("snapshot", "a", "b"), ("why", "x")])
-def test_questions_that_cannot_be_understood_are_refused_with_the_forms(
-    call: Call, words: tuple[str, ...]
-) -> None:
-    assert "tensor WHAT TENSOR" in call("explain", *words, code=2).stderr
+    assert "this is the full merge" in call("explain", full["snapshot_id"]).stdout

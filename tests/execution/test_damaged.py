@@ -84,7 +84,6 @@ def test_verbs_about_others_go_on_and_ls_lists_the_damaged(
     assert "two" in cli(home, "history", "two", "--json")
     for view in ("snapshots", "snapshot_inputs", "refs", "registrations", "plans"):
         cli(home, "sql", f"select * from {view}")
-    cli(home, "explain", "expert", "expert_00")
     recipe = tmp_path / "r.yml"
     recipe.write_text(recipe_text(experts=1, parameters="{density: 0.9}"))
     cli(home, "merge", recipe)

@@ -13,9 +13,8 @@ from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.execution.lookup import load_plan
 from mergepipe_pipeline.execution.planning import make_plan
-from mergepipe_pipeline.report.query import query
-from mergepipe_pipeline.report.stories import explain_expert
 from mergepipe_pipeline.resolution.recipe_text import parse
+from mergepipe_pipeline.verbs.sql import query
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.catalog.flips import flipped
 
@@ -73,5 +72,3 @@ def test_a_damaged_plan_is_named_and_the_others_are_told(
     path.write_bytes(flipped(path.read_bytes(), 1000))
     assert query(home, "SELECT plan_id FROM plans")[1] == [(plans[1].plan_id,)]
     assert [str(path) in m for m in caplog.messages] == [True]
-    told = explain_expert(home, "expert_00").appearances
-    assert [a.id for a in told] == [plans[1].plan_id]

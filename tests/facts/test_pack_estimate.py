@@ -44,7 +44,7 @@ def test_sizes_are_estimated_within_a_seventh_and_only_where_there_is_no_pack(
     assert estimate(home) is None
 
 
-def test_check_and_explain_tell_it_of_analysed_experts_alone(
+def test_check_tells_it_of_analysed_experts_alone(
     home: Warehouse, family: Path, tmp_path: Path
 ) -> None:
     recipe = tmp_path / "r.yml"
@@ -63,7 +63,5 @@ def test_check_and_explain_tell_it_of_analysed_experts_alone(
     assert "pack" not in run("check", str(recipe))
     analyze(home, ["expert_01"])
     assert "paid back after about" in run("check", str(recipe))
-    run("plan", str(recipe))
-    assert "`mergepipe pack` of 1 expert would take about" in run("explain", "expert", "expert_01")
     pack(home, ["expert_01"])
     assert "would take about" not in run("check", str(recipe))

@@ -253,7 +253,7 @@ def test_a_merge_that_does_not_pass_has_neither_folder_nor_ref(
     assert "gate          passed: largest is 0." in told
     assert "nothing is live yet" in told
     assert (out / "README.md").exists()
-    code, told = cli(new, "explain", "snapshot", "r")
+    code, told = cli(new, "explain", "r")
     assert "measured by python eval.py" in told
     (tmp_path / "eval.py").unlink()
     for verb in ("check", "merge"):

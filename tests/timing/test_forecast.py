@@ -15,7 +15,6 @@ from click.testing import CliRunner
 
 from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.execution.planning import make_plan
-from mergepipe_pipeline.report.query import provenance
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.resolution.resolve import resolve
 from mergepipe_pipeline.timing.forecast import (
@@ -136,7 +135,7 @@ def test_merge_stores_what_was_predicted_and_what_came(
     settle_in(home)
     expected = ask("check", recipe, "--json")["time"]
     done = ask("merge", recipe, "--json")
-    kept = provenance(done["path"])["time"]
+    kept = json.loads((Path(done["path"]) / "provenance.json").read_text())["body"]["time"]
     assert kept == done["time"]
     assert kept["predicted"]["planning_s"] == expected["planning_s"]
     came = kept["realised"]

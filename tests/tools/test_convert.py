@@ -22,9 +22,9 @@ from mergepipe_pipeline.errors import (
     NotFoundError,
 )
 from mergepipe_pipeline.progress import Advance, Silent
-from mergepipe_pipeline.report.stories import explain_snapshot
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.verbs.convert import convert
+from mergepipe_pipeline.verbs.explain import explain
 from mergepipe_pipeline.verbs.merge import merge
 from mergepipe_pipeline.verbs.replay import replay
 from mergepipe_pipeline.verbs.verify import verify, verify_all
@@ -76,7 +76,7 @@ def test_a_snapshot_has_every_bit_config_and_tokenizer_and_is_verified_and_merge
     same(read(merge(home, recipe).outcome.snapshot.path), expected)
     assert verify_all(home).findings == ()
     assert verify_all(home, scopes=["inputs"]).findings == ()
-    assert explain_snapshot(home, made.snapshot_id).provenance["made_by"]["verb"] == "convert"
+    assert explain(home, made.snapshot_id).provenance["made_by"]["verb"] == "convert"
     with pytest.raises(NotFoundError, match="No recipe made this snapshot"):
         replay(home, made.snapshot_id)
 

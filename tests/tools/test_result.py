@@ -59,7 +59,7 @@ def test_a_snapshot_of_a_tool_is_published_listed_and_explained_with_its_inputs(
         assert done.exit_code == 0, done.output
         return json.loads(done.stdout)
 
-    made_by = told("explain", "snapshot", "adapter")["made_by"]
+    made_by = told("explain", "adapter")["made_by"]
     assert made_by["parameters"]["rank"] == 2
     assert made_by["told"]["error"] == made.details["error"]
     (row,) = told("ls")["snapshots"]

@@ -17,8 +17,7 @@ from mergepipe_pipeline.errors import (
 )
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import MergeOutcome
-from mergepipe_pipeline.report.comparison import full_plan_id, known_comparison
-from mergepipe_pipeline.verbs.compare import compare
+from mergepipe_pipeline.verbs.compare import compare, full_plan_id, known_comparison
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.contents.test_input_segments import flip
 from tests.execution.test_run import run, tensors

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from mergepipe_pipeline.errors import CorruptionError, NotFoundError
-from mergepipe_pipeline.report.shares import explain
+from mergepipe_pipeline.verbs.explain import explain
 from mergepipe_pipeline.verbs.publish import history, publish, rollback
 from mergepipe_pipeline.verbs.verify import verify
 from mergepipe_pipeline.warehouse import Warehouse

@@ -135,7 +135,7 @@ class Travelling:
         elif one.kind != "ref":
             ids = sorted(p.name for p in (place / "w" / "snapshots").iterdir())
             verbs = [[*(i if i != "full" else ids[-1] for i in verb)] for verb in verbs]
-            verbs += [["explain", "snapshot", i] for i in ids] + [["diff", *ids]] * (len(ids) == 2)
+            verbs += [["explain", i] for i in ids] + [["diff", *ids]] * (len(ids) == 2)
         for verb in verbs:
             done = self._run(place, *verb)
             problems += judge.ending(done, f"{one}, {verb[0]}")

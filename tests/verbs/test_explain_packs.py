@@ -11,21 +11,17 @@ from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_plan
-from mergepipe_pipeline.report.comparison import full_plan_id
-from mergepipe_pipeline.report.explain_tables import expert_records
-from mergepipe_pipeline.report.shares import level_shares, merged_otherwise, shares
-from mergepipe_pipeline.report.stories import explain_expert, explain_tensor
 from mergepipe_pipeline.text import size
-from mergepipe_pipeline.timing.forecast import packed_of, work_of, work_of_plan
 from mergepipe_pipeline.verbs.check import check
+from mergepipe_pipeline.verbs.compare import full_plan_id
 from mergepipe_pipeline.verbs.curve import curve, curve_of_plan
+from mergepipe_pipeline.verbs.explain import explain, level_shares, read_shares
 from mergepipe_pipeline.verbs.replay import replay
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.planner.test_level_promises import UNPACKED, home, inputs_of, recipe
 
 __all__ = ["home"]
 
-EMBED = "model.embed_tokens.weight"
 RAW = recipe("task_arithmetic", [0, 1, UNPACKED], {}, weight=0.4)
 
 
@@ -40,7 +36,7 @@ def test_every_byte_of_a_plan_stands_at_its_level_and_its_expert(plan: MergePlan
     assert sum(x.nbytes for x in levels.values()) == plan.estimates.expert_bytes_planned
     stored = levels["stored"].nbytes if "stored" in levels else 0
     assert stored == plan.estimates.expert_bytes_planned - plan.estimates.expert_bytes_packed
-    by_expert = {s.expert: s for s in shares(plan, "expert")}
+    by_expert = {s.expert: s for s in read_shares(plan, "expert")}
     assert by_expert[f"e{UNPACKED}"].nbytes_packed == 0
     assert by_expert["e0"].nbytes_packed == by_expert["e0"].nbytes_read > 0
     assert sum(s.nbytes_packed for s in by_expert.values()) == plan.estimates.expert_bytes_packed
@@ -50,46 +46,13 @@ def test_a_snapshot_whose_plan_reads_other_bytes_by_now_is_told(home: Warehouse)
     merged = run_plan(home, make_plan(home, RAW, budget="80%"))
     packed, snapshot_id = merged.plan.estimates, merged.snapshot.snapshot_id
     assert packed.expert_bytes_packed > 0
-    assert list(merged_otherwise(home, snapshot_id, merged.plan)) == []
+    assert explain(home, snapshot_id).warnings == []
     again = make_plan(home, RAW, no_packs=True)
     assert again.plan_id == merged.plan.plan_id
-    (told,) = merged_otherwise(home, snapshot_id, again)
+    (told,) = explain(home, snapshot_id).warnings
     assert size(packed.expert_bytes_planned) in told
     assert size(packed.expert_bytes_packed) in told
-    assert list(merged_otherwise(home, again.plan_id, again)) == []
-
-
-def test_each_block_of_a_tensor_is_told_at_its_level_with_its_place_in_the_list(
-    home: Warehouse, plan: MergePlan
-) -> None:
-    tasks = (t for layer in plan.layers for t in layer.tasks)
-    task = next(t for t in tasks if t.experts and t.experts[0].packed)
-    story = explain_tensor(home, plan.plan_id, task.name)
-    assert story.is_current
-    assert sum(b.nbytes_read for b in story.blocks) == sum(e.read_nbytes for e in task.experts)
-    for b in story.blocks:
-        assert bool(b.level) == b.is_read
-        if b.why == "bought":
-            assert b.place is not None
-            assert b.place <= story.account.cut
-        if b.why == "below the cut":
-            assert b.place is not None
-            assert b.place > story.account.cut
-    told = {r["expert"]: r["levels"] for r in expert_records(story)}
-    packed = task.experts[0].packed
-    assert packed is not None
-    assert set(told["e0"]) == {r.level for r in packed.ranges}
-
-
-def test_an_expert_contributes_what_its_levels_have_of_its_sq_norm(
-    home: Warehouse, plan: MergePlan
-) -> None:
-    story = explain_expert(home, "e0", plan.plan_id)
-    assert sum(c.nbytes_bought for c in story.contributions) == sum(
-        s.nbytes_read for s in shares(plan, "expert") if s.expert == "e0"
-    )
-    assert all(0 <= (c.share_of_sq_norm or 0) <= 1 for c in story.contributions)
-    assert max(c.share_of_sq_norm or 0 for c in story.contributions) > 0.3
+    assert explain(home, again.plan_id).warnings == []
 
 
 def test_the_curve_draws_packs_beside_blocks_and_below_them(home: Warehouse) -> None:
@@ -120,17 +83,6 @@ def test_check_says_what_an_exact_merge_reads_with_packs(home: Warehouse) -> Non
     assert check(home, RAW, no_packs=True).packed == (None,)
 
 
-def test_what_is_decoded_takes_time(home: Warehouse, plan: MergePlan) -> None:
-    from_packs, stored = work_of_plan(plan), work_of_plan(make_plan(home, RAW, no_packs=True))
-    assert from_packs.near_elems > from_packs.exact_elems
-    assert from_packs.cold_nbytes < stored.cold_nbytes or not stored.cold_nbytes
-    (resolved,) = check(home, RAW).stages
-    recipe = work_of(resolved, packed_of(home, resolved))
-    full = work_of_plan(make_plan(home, RAW))
-    assert recipe.exact_elems == pytest.approx(full.exact_elems, rel=0.1)
-    assert recipe.near_elems == stored.exact_elems == stored.near_elems == 0
-
-
 def test_a_plan_that_approximates_belongs_to_the_full_merge_that_it_approximates(
     home: Warehouse, plan: MergePlan
 ) -> None:
@@ -155,4 +107,4 @@ def test_a_plan_whose_packs_are_gone_is_told_to_be_packed_again(
     copy = Warehouse.at(shutil.copytree(home.root, tmp_path / "home"))
     shutil.rmtree(copy.packs_dir)
     with pytest.raises(NotFoundError, match="pack the experts again"):
-        explain_tensor(copy, plan.plan_id, EMBED)
+        curve_of_plan(copy, plan)

@@ -13,11 +13,10 @@ from typing import Any
 
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.catalog.queries import Limits, Rows
-from mergepipe_pipeline.digest import unseal
 from mergepipe_pipeline.domain.selector import Selected, by_expert
-from mergepipe_pipeline.domain.snapshot import PROVENANCE, Snapshot
+from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
-from mergepipe_pipeline.execution.lookup import stored_plans
+from mergepipe_pipeline.execution.lookup import provenance_of, stored_plans
 from mergepipe_pipeline.snapshots.find import list_snapshots
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -80,7 +79,7 @@ def _plan_row(plan_id: str, plan: Any) -> _Row:
 
 
 def _snapshots(warehouse: Warehouse) -> Iterator[_Row]:
-    for snapshot, stored in snapshots_with_provenance(warehouse):
+    for snapshot, stored in _with_provenance(warehouse):
         e, realised = stored["estimates"], stored["realised"] or {}
         yield (
             snapshot.snapshot_id,
@@ -101,8 +100,8 @@ def _snapshots(warehouse: Warehouse) -> Iterator[_Row]:
 
 
 def _snapshot_inputs(warehouse: Warehouse) -> Iterator[_Row]:
-    versions = first_versions(warehouse.catalog)
-    for snapshot, stored in snapshots_with_provenance(warehouse):
+    versions = _first_versions(warehouse.catalog)
+    for snapshot, stored in _with_provenance(warehouse):
         sources, selected = (
             stored["sources"],
             stored.get("request", {}).get("selected", ()),
@@ -133,7 +132,7 @@ def _refs(warehouse: Warehouse) -> Iterator[_Row]:
             yield (name, ref.number, ref == history[-1], ref.snapshot_id, ref.reason)
 
 
-def first_versions(catalog: Catalog) -> dict[tuple[str, str], int]:
+def _first_versions(catalog: Catalog) -> dict[tuple[str, str], int]:
     """(Name, checkpoint id) to the first version of the name that has it."""
     versions: dict[tuple[str, str], int] = {}
     for name, version, checkpoint_id, *_ in catalog.registrations():
@@ -141,18 +140,12 @@ def first_versions(catalog: Catalog) -> dict[tuple[str, str], int]:
     return versions
 
 
-def snapshots_with_provenance(warehouse: Warehouse) -> Iterator[tuple[Snapshot, dict[str, Any]]]:
+def _with_provenance(warehouse: Warehouse) -> Iterator[tuple[Snapshot, dict[str, Any]]]:
     """All snapshots with their provenance, by id; damaged ones are said and left out."""
     for snapshot in list_snapshots(warehouse.snapshots):
         try:
-            stored = provenance(snapshot.path)
+            stored = provenance_of(snapshot)
         except (CorruptionError, OSError) as error:
             _LOG.warning("A snapshot is left out: %s", error)
             continue
         yield snapshot, stored
-
-
-def provenance(folder: str) -> dict[str, Any]:
-    """What no id of a snapshot covers, as `commit` wrote it. Raises CorruptionError."""
-    path = Path(folder) / PROVENANCE
-    return unseal(path.read_bytes(), str(path))

@@ -1,1 +1,0 @@
-"""What was planned, merged and measured, as tables, records and pictures for people."""

@@ -1,0 +1,214 @@
+"""The verb `explain`: what a plan reads, what that was expected to lose, and what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from mergepipe_pipeline.domain.blocks import total_elems
+from mergepipe_pipeline.domain.pack import TIERS
+from mergepipe_pipeline.domain.plan import ExpertInput, MergePlan
+from mergepipe_pipeline.domain.snapshot import Snapshot
+from mergepipe_pipeline.errors import NotFoundError
+from mergepipe_pipeline.execution.lookup import load_plan, plan_of, provenance_of, snapshot_of
+from mergepipe_pipeline.pictures import HeatMap, heat_maps
+from mergepipe_pipeline.snapshots.find import load_snapshot
+from mergepipe_pipeline.text import size
+from mergepipe_pipeline.verbs.compare import Comparison, full_plan_id, known_comparison
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+@dataclass(frozen=True, slots=True)
+class ReadShare:
+    """What a plan reads of one expert in one place (a layer, a tensor, or all of it), in bytes.
+
+    Of what it reads, `nbytes_packed` are of packs.
+    """
+
+    expert: str
+    place: str
+    nbytes_total: int
+    nbytes_read: int
+    nbytes_known_zero: int
+    nbytes_packed: int
+
+
+@dataclass(frozen=True, slots=True)
+class LevelShare:
+    """What a plan reads at one level, "stored" for experts' stored elements.
+
+    `blocks` of the plan's grid, elements, and bytes.
+    """
+
+    level: str
+    blocks: int
+    elems: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorChoice:
+    """What makes one output tensor; `variant` "" for none, `reason` "" where the recipe says it."""
+
+    tensor: str
+    layer: str
+    operator: str
+    variant: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """What was expected and what came: bytes, L2 norms, seconds; None for unknown."""
+
+    figure: str
+    expected: float | None
+    realised: float | None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A plan, the snapshot that was asked about (None: the plan itself), and how far that is off.
+
+    `plan` is None where it is gone, and where no recipe made the snapshot.
+    """
+
+    plan: MergePlan | None
+    snapshot: Snapshot | None
+    provenance: dict[str, Any]
+    comparison: Comparison | None
+
+    @property
+    def is_full(self) -> bool | None:
+        """Whether it is the full merge itself; None where nobody knows."""
+        return full_plan_id(self.plan) == self.plan.plan_id if self.plan else None
+
+    @property
+    def warnings(self) -> list[str]:
+        """Says that a snapshot was merged from other bytes than its plan reads now.
+
+        Plans with the same result have one id, whether they read packs or originals, and the last
+        one made is kept.
+        """
+        if self.plan is None or self.snapshot is None:
+            return []
+        e, now = self.provenance["estimates"], self.plan.estimates
+        read = e["expert_bytes_planned"], e["expert_bytes_packed"]
+        if read == (now.expert_bytes_planned, now.expert_bytes_packed):
+            return []
+        return [
+            f"{self.snapshot.snapshot_id[:12]} was merged from {size(read[0])} of expert bytes "
+            f"({size(read[1])} from packs); its plan was made again since, and reads what is shown "
+            "here"
+        ]
+
+
+def explain(warehouse: Warehouse, what: str) -> Explanation:
+    """Explain a snapshot, a ref or a plan; reads no weight.
+
+    Raises NotFoundError, CorruptionError.
+    """
+    try:
+        snapshot = load_snapshot(warehouse.snapshots, snapshot_of(warehouse, what))
+    except NotFoundError:
+        return Explanation(plan_of(warehouse, what), None, {}, None)
+    made = provenance_of(snapshot)
+    try:
+        plan = load_plan(warehouse, snapshot.manifest.plan_id)
+    except NotFoundError:
+        return Explanation(None, snapshot, made, None)
+    return Explanation(plan, snapshot, made, known_comparison(warehouse, plan))
+
+
+def figures(explanation: Explanation) -> list[Figure]:
+    """What was expected of a plan or snapshot and what came; nothing where no recipe made it."""
+    made, plan = explanation.provenance, explanation.plan
+    e = asdict(plan.estimates) if plan and not made else made.get("estimates")
+    if e is None:
+        return []
+    came = made.get("realised") or {}
+    whole = explanation.comparison.whole if explanation.comparison else None
+    error, update = (whole.error, whole.update) if whole else (None, None)
+    return [
+        Figure("expert_bytes", e["expert_bytes_planned"], came.get("expert_bytes_read")),
+        Figure("error", e["predicted_error"], error),
+        Figure("error_margin", e["predicted_margin"], None),
+        Figure("error_bound", e["error_bound"], error),
+        Figure("update_norm", e["update_norm"], update),
+        Figure("base_bytes", None, came.get("base_bytes_read")),
+        Figure("bytes_written", None, came.get("bytes_written")),
+        Figure("layers_executed", None, came.get("layers_executed")),
+        Figure("layers_reused", None, came.get("layers_reused")),
+        Figure("seconds", None, came.get("layers_s")),
+    ]
+
+
+def read_shares(plan: MergePlan, by: str) -> list[ReadShare]:
+    """What a plan reads of each expert, by "expert", "layer" or "tensor", in plan order."""
+    sums: dict[tuple[str, str], list[int]] = {}
+    for layer in plan.layers:
+        for task in layer.tasks:
+            place = {"expert": "", "layer": layer.name, "tensor": task.name}[by]
+            for e in task.experts:
+                itemsize = e.view.stored_nbytes // max(1, e.view.numel)
+                row = sums.setdefault((_name(plan, e), place), [0, 0, 0, 0])
+                row[0] += e.view.nbytes
+                row[1] += e.read_nbytes
+                row[2] += (total_elems(e.covered) - total_elems(e.differing)) * itemsize
+                row[3] += e.packed.nbytes if e.packed else 0
+    return [ReadShare(expert, place, *counts) for (expert, place), counts in sums.items()]
+
+
+def level_shares(plan: MergePlan) -> list[LevelShare]:
+    """What a plan reads at each level, from coarse to exact; nothing of a plan without packs.
+
+    Low-rank updates are read besides.
+    """
+    if not plan.packs:
+        return []
+    elems = plan.estimates.pack_block_elems
+    sums = {level: [0, 0, 0] for level in (*TIERS, "stored")}
+    for e in (e for layer in plan.layers for task in layer.tasks for e in task.experts):
+        itemsize = e.view.stored_nbytes // max(1, e.view.numel)
+        read = [(a, b, "stored", (b - a) * itemsize) for a, b in e.read]
+        ranges = e.packed.ranges if e.packed else ()
+        read += [(r.start_elem, r.stop_elem, r.level, r.nbytes) for r in ranges]
+        for start, stop, level, nbytes in read:
+            row = sums[level]
+            row[0] += -(-(stop - start) // elems)
+            row[1] += stop - start
+            row[2] += nbytes
+    return [LevelShare(level, *row) for level, row in sums.items() if row[0]]
+
+
+def operator_choices(plan: MergePlan) -> list[OperatorChoice]:
+    """What makes each output tensor, in plan order; `copy` takes it as it is."""
+    return [
+        OperatorChoice(task.name, layer.name, task.operator, task.variant, task.reason)
+        for layer in plan.layers
+        for task in layer.tasks
+    ]
+
+
+def shares_picture(plan: MergePlan) -> bytes:
+    """Draw the share of each expert's bytes that is read, layer by layer, as PNG."""
+    shares = read_shares(plan, "layer")
+    layers = list(dict.fromkeys(s.place for s in shares))
+    experts = list(dict.fromkeys(s.expert for s in shares))
+    values = np.full((len(layers), len(experts)), np.nan)
+    for s in shares:
+        read = 100 * s.nbytes_read / max(1, s.nbytes_total)
+        values[layers.index(s.place), experts.index(s.expert)] = read
+    title = f"{plan.recipe_name}: % of bytes read"
+    return heat_maps([HeatMap(layers, experts, values, title, limits=(0, 100), text="{:.0f}")])
+
+
+def _name(plan: MergePlan, e: ExpertInput) -> str:
+    """The names of the checkpoints that an input is read from, joined by `+`."""
+    parts = list(e.view.stored)
+    if e.view.low_rank:
+        parts.append(e.view.low_rank.parts[0])
+    names = dict.fromkeys(plan.sources[p.source].name for p in parts)
+    return "+".join(names) or "unchanged"
