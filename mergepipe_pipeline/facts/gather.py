@@ -28,11 +28,8 @@ from mergepipe_pipeline.planner.parts import Method, TensorFacts, is_merged, sto
 from mergepipe_pipeline.planner.plan_builder import PlanBuilder, PlanInput
 from mergepipe_pipeline.planner.simulation import Simulate
 from mergepipe_pipeline.progress import Progress, Silent
-from mergepipe_pipeline.remote.address import is_address
-from mergepipe_pipeline.remote.pace import pace_of
 from mergepipe_pipeline.resolution.resolve import ResolvedRecipe
 from mergepipe_pipeline.resolution.token_rows import Reindexer
-from mergepipe_pipeline.storage.profile import load_profile
 from mergepipe_pipeline.warehouse import Warehouse
 
 Stats = Mapping[tuple[int, int], ExpertStats]
@@ -44,7 +41,6 @@ class PlanInputs:
 
     `models` have the rows that the output's tokenizer asks for; `stats` are by (expert's model
     number, base's). `read` are the names of the experts that were analysed for it just now.
-    `seek_nbytes` is what a read of its own costs here, 0 where nobody has measured it.
     """
 
     resolved: ResolvedRecipe
@@ -52,7 +48,6 @@ class PlanInputs:
     stats: Stats
     facts: TensorFacts
     read: tuple[str, ...]
-    seek_nbytes: int
     packs: Packs | None = None
 
     @property
@@ -77,7 +72,6 @@ class PlanInputs:
             facts=self.facts,
             grid=self.resolved.grid,
             side=self.resolved.side,
-            seek_nbytes=self.seek_nbytes,
             packs=self.packs,
         )
 
@@ -125,9 +119,7 @@ def gather(
         kept=tables.kept,
         kurtosis=tables.kurtosis,
     )
-    profile = load_profile(warehouse.profile_path)
-    seek_nbytes = max(profile.seek_nbytes if profile else 0, _request_nbytes(models))
-    return PlanInputs(resolved, tuple(models), stats, facts, read, seek_nbytes, packs)
+    return PlanInputs(resolved, tuple(models), stats, facts, read, packs)
 
 
 def _learn_contents(
@@ -150,13 +142,6 @@ def _learn_contents(
     for checkpoint in checkpoints.values():  # what an analysis reads is not read again
         ensure_digests(warehouse, checkpoint, progress)
     return read
-
-
-def _request_nbytes(models: Sequence[Model]) -> int:
-    """What a request to the farthest of the models is worth, where `calibrate` measured it."""
-    roots = {c.root for model in models for c in model.checkpoints if is_address(c.root)}
-    paces = (pace_of(root) for root in roots)
-    return max((pace.gap_nbytes for pace in paces if pace), default=0)
 
 
 def _packs(

@@ -192,7 +192,7 @@ def _choices(q: PlanningProblem, cases: Sequence[tuple[str, Budget]]) -> list[Ch
             out.append(useful)
         else:
             if strategy not in ranked:
-                ranked[strategy] = rank(c, strategy, useful & ~constraints.pinned, q.seek_nbytes)
+                ranked[strategy] = rank(c, strategy, useful & ~constraints.pinned)
             out.append(spend(c, *ranked[strategy], constraints))
     return out
 

@@ -77,13 +77,12 @@ class PlanBuilder:
         facts: TensorFacts,
         grid: BlockGrid,
         side: Side,
-        seek_nbytes: int = 0,
         packs: Packs | None = None,
     ) -> None:
         self._recipe, self._inputs, self._facts = recipe, inputs, facts
         self._methods, self._packs = methods, packs
         self._grid, self._side = grid, side
-        self._seek_nbytes, self._models = seek_nbytes, [i.model for i in inputs]
+        self._models = [i.model for i in inputs]
         self._parts = Parts(recipe, methods, self._models, stats, facts, grid)
         counts = [len(i.model.checkpoints) for i in inputs]
         self._first_source = [sum(counts[:n]) for n in range(len(counts))]
@@ -95,7 +94,6 @@ class PlanBuilder:
             sensitivities=self._parts.sensitivities(),
             tensors=self._tensors(),
             experts=self._experts(),
-            seek_nbytes=self._seek_nbytes,
         )
 
     def level_problem(self) -> LevelProblem | None:

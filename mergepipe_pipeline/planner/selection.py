@@ -40,7 +40,6 @@ class PlanningProblem:
     sensitivities: dict[int, Sensitivity]
     tensors: Sequence[str]
     experts: Sequence[Names]
-    seek_nbytes: int = 0
 
     @property
     def usual_strategy(self) -> str:
@@ -111,13 +110,13 @@ def _listed(q: PlanningProblem, budget: Budget, strategy: str) -> Choice:
     """What is read down the list of a strategy."""
     constraints = q.constraints(budget)
     if budget.error is None or strategy == "full":
-        return choose(q.candidates, constraints, strategy, q.seek_nbytes)
+        return choose(q.candidates, constraints, strategy)
     return _for_error(q, constraints, budget.error, strategy)
 
 
 def _for_error(q: PlanningProblem, constraints: Constraints, error: float, strategy: str) -> Choice:
     c = q.candidates
-    everything = choose(c, constraints, strategy, q.seek_nbytes)
+    everything = choose(c, constraints, strategy)
     refuse_without_base(c, int(c.nbytes[everything].sum()), 0)
     refuse_dear_pins(c, constraints)
     none = np.zeros(len(c.row), np.bool_)
@@ -125,7 +124,7 @@ def _for_error(q: PlanningProblem, constraints: Constraints, error: float, strat
     allowed = error * max(0.0, update.error - (update.margin or 0.0))
     refuse_unbounded(q.bound(none), error)
     refuse_out_of_reach(q.bound(everything), error, allowed)
-    items, order = rank(c, strategy, everything & ~constraints.pinned, q.seek_nbytes)
+    items, order = rank(c, strategy, everything & ~constraints.pinned)
     # The first `low` items are too few, the first `high` enough.
     low, high, best = -1, len(order) + 1, everything
     while high - low > 1:
@@ -187,7 +186,6 @@ def estimates(q: PlanningProblem, budget: Budget, selection: BlockSelection) -> 
         predicted_error=_finite(predictions[0].error) if predictions else None,
         predicted_margin=predictions[0].margin if predictions else None,
         update_norm=_finite(predictions[1].error) if predictions else None,
-        seek_nbytes=q.seek_nbytes,
     )
 
 

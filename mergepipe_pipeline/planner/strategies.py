@@ -18,14 +18,13 @@ from mergepipe_pipeline.planner.items import Items, chain_items, joined, single_
 
 #: Items with their order: best first, and within a chain as the chain goes.
 Ranked = tuple[Items, I64Array]
-Strategy = Callable[[Candidates, Choice, int], Ranked]
+Strategy = Callable[[Candidates, Choice], Ranked]
 
 
-def rank(c: Candidates, strategy: str, free: Choice, seek_nbytes: int = 0) -> Ranked:
+def rank(c: Candidates, strategy: str, free: Choice) -> Ranked:
     """What the strategy would read from the candidates in `free`, best first.
 
-    `seek_nbytes`: what a read of its own costs, in bytes that could be read meanwhile; it is saved
-    where the block next to it is of higher rank. Raises BudgetError for an unknown strategy.
+    Raises BudgetError for an unknown strategy.
     """
     if strategy not in STRATEGIES:
         raise BudgetError(
@@ -35,10 +34,10 @@ def rank(c: Candidates, strategy: str, free: Choice, seek_nbytes: int = 0) -> Ra
             found=repr(strategy),
             next_step="use conflict_aware",
         )
-    return STRATEGIES[strategy](c, free, seek_nbytes)
+    return STRATEGIES[strategy](c, free)
 
 
-def choose(c: Candidates, constraints: Constraints, strategy: str, seek_nbytes: int = 0) -> Choice:
+def choose(c: Candidates, constraints: Constraints, strategy: str) -> Choice:
     """Which candidates to read: everything useful if it fits, else what the strategy picks.
 
     Raises BudgetError for an unknown strategy, for `full` under a budget that is too small, for
@@ -53,7 +52,7 @@ def choose(c: Candidates, constraints: Constraints, strategy: str, seek_nbytes: 
         raise _no_full_merge(c, useful, constraints)
     refuse_without_base(c, needed, constraints.budget_bytes)
     refuse_dear_pins(c, constraints)
-    items, order = rank(c, strategy, useful & ~constraints.pinned, seek_nbytes)
+    items, order = rank(c, strategy, useful & ~constraints.pinned)
     return spend(c, items, order, constraints)
 
 
@@ -108,13 +107,13 @@ def refuse_dear(needed: int, constraints: Constraints) -> None:
         )
 
 
-def magnitude(c: Candidates, free: Choice, seek_nbytes: int) -> Ranked:
+def magnitude(c: Candidates, free: Choice) -> Ranked:
     """By ‖c·δ‖² per byte: what is best for deltas that are orthogonal to each other."""
     items = single_items(c, _units(c, free))
-    return items, _by_worth(c, items, seek_nbytes)
+    return items, _by_worth(c, items)
 
 
-def conflict_aware(c: Candidates, free: Choice, seek_nbytes: int) -> Ranked:
+def conflict_aware(c: Candidates, free: Choice) -> Ranked:
     """By what an item saves of the error per byte, given what it agrees and conflicts with.
 
     For sums of deltas, from their inner products; for other merges, as simulated on samples of the
@@ -124,7 +123,7 @@ def conflict_aware(c: Candidates, free: Choice, seek_nbytes: int) -> Ranked:
     """
     chains = chain_items(c, free & ~c.is_bundled)
     items = joined([chains, single_items(c, _units(c, free & c.is_bundled))])
-    return items, _by_worth(c, items, seek_nbytes)
+    return items, _by_worth(c, items)
 
 
 def _units(c: Candidates, free: Choice) -> I64Array:
@@ -134,32 +133,13 @@ def _units(c: Candidates, free: Choice) -> I64Array:
     return units
 
 
-def _by_worth(c: Candidates, items: Items, seek_nbytes: int) -> I64Array:
+def _by_worth(c: Candidates, items: Items) -> I64Array:
     """Most saved per byte first; of equals, the first in the list."""
     from mergepipe_pipeline.planner.chains import falling
 
     cost = _summed(items, c.nbytes[items.members])
     worth = falling(items.saved / np.maximum(cost, 1), items.chain)
-    order = np.argsort(-worth, kind="stable")
-    if not seek_nbytes:
-        return order
-    apart = _summed(items, _stands_apart(c, items, order).astype(np.int64))
-    worth = falling(items.saved / np.maximum(cost + seek_nbytes * apart, 1), items.chain)
     return np.argsort(-worth, kind="stable")
-
-
-def _stands_apart(c: Candidates, items: Items, order: I64Array) -> Choice:
-    """Which members would be a read of their own: both blocks next to them rank lower."""
-    place = np.empty(len(order), np.int64)
-    place[order] = np.arange(len(order))
-    never = len(order)
-    rank_of = np.full(len(c.row) + 1, never, np.int64)
-    rank_of[items.members] = np.repeat(place, np.diff(items.first))
-    own, last = rank_of[items.members], c.block[items.members + 1 - len(c.row)] == 0
-    before = np.where(c.block[items.members] > 0, rank_of[items.members - 1], never)
-    after = np.where(last, never, rank_of[items.members + 1])
-    apart: Choice = (before > own) & (after > own)
-    return apart
 
 
 def _summed(items: Items, values: I64Array) -> I64Array:

@@ -97,7 +97,6 @@ class _Estimates(_Told):
     bound_note: Text = ""
     update_note: Text = ""
     ranking: Text | None = None
-    seek_nbytes: Size = 0
     block_elems: Size = 0
     blocks_total: Size = 0
     blocks_bought: Size = 0

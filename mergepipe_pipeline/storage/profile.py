@@ -30,8 +30,3 @@ def load_profile(path: Path) -> MachineProfile | None:
 def store_profile(path: Path, profile: MachineProfile) -> None:
     """Write a profile in place of the one at `path`. Raises StorageFullError."""
     write_atomic(path, seal({"storage": profile.to_json()}))
-
-
-def store_seek(path: Path, seek_nbytes: int) -> None:
-    """Store a profile that makes plans count `seek_nbytes` for a seek, as plans elsewhere did."""
-    store_profile(path, MachineProfile(float(seek_nbytes), 1.0, 1.0, "", ""))

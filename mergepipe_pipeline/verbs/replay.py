@@ -37,7 +37,6 @@ from mergepipe_pipeline.resolution.open_models import packable
 from mergepipe_pipeline.resolution.recipe_text import as_asked, parse
 from mergepipe_pipeline.resolution.resolve import ResolvedRecipe, resolve_stage
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
-from mergepipe_pipeline.storage.profile import store_seek
 from mergepipe_pipeline.verbs.pack import repack
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -88,8 +87,6 @@ def replay(
     )
     shards = snapshot.manifest.shards
     with scratch(warehouse, keep, sum(s.nbytes for s in shards)) as anew:
-        if seek_nbytes := provenance["estimates"].get("seek_nbytes"):
-            store_seek(anew.profile_path, int(seek_nbytes))
         inputs_by_text = _inputs(warehouse, anew, request, inputs or {}, progress)
         plan = _plan(anew, parsed, request, inputs_by_text, progress)
         made = run_plan(anew, plan, options=options, progress=progress).snapshot

@@ -21,7 +21,6 @@ from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.snapshots.commit import verify_snapshot
 from mergepipe_pipeline.storage import atomic
-from mergepipe_pipeline.storage.profile import store_seek
 from mergepipe_pipeline.verbs.gc import collect
 from mergepipe_pipeline.verbs.publish import publish
 from mergepipe_pipeline.verbs.register import register
@@ -30,6 +29,7 @@ from mergepipe_pipeline.verbs.verify import verify, verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.execution.test_run import run
 from tests.support.listed import folders_listed
+from tests.support.profiles import settle_in
 
 DERIVABLE = {
     "record": "catalog/checkpoints/v*/*.parquet",
@@ -70,7 +70,7 @@ def recipe(models: Path) -> str:
 def whole(tmp_path_factory: pytest.TempPathFactory, recipe: str) -> Path:
     """A warehouse of one budgeted merge, published, on a calibrated disk."""
     home = Warehouse.at(tmp_path_factory.mktemp("whole") / "w").ensure()
-    store_seek(home.profile_path, 4096)
+    settle_in(home)
     publish(home, run(home, recipe, budget="60%").snapshot.snapshot_id, "live")
     return home.root
 

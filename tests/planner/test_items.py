@@ -60,10 +60,9 @@ def test_along_a_chain_nothing_is_bought_after_what_is_not(c: Candidates, seed: 
         open_chains[chain] = bool(own.all())
 
 
-@given(c=candidates(), seed=SEEDS)
-def test_a_chain_is_ranked_in_its_own_order_with_falling_worth(c: Candidates, seed: int) -> None:
-    seek = int(np.random.default_rng(seed).choice([0, 10_000]))
-    items, order = rank(c, "conflict_aware", ~c.zero, seek)
+@given(c=candidates())
+def test_a_chain_is_ranked_in_its_own_order_with_falling_worth(c: Candidates) -> None:
+    items, order = rank(c, "conflict_aware", ~c.zero)
     for chain in np.unique(items.chain):
         places = [int(p) for p in order if items.chain[p] == chain]
         assert places == sorted(places)

@@ -185,31 +185,6 @@ def test_conflict_aware_leaves_a_pair_that_cancels_and_buys_what_it_leaves() -> 
     assert buy(c, 6 * 8192, "magnitude")[12:] == [False] * 6
 
 
-@given(seed=st.integers(0, 2**32), share=st.floats(0, 1), seek=st.integers(1, 50_000))
-def test_a_price_of_seeks_never_breaks_the_budget(seed: int, share: float, seek: int) -> None:
-    c, _ = tensor(seed, experts=3, blocks=12, common=0.5)
-    given = constraints(c, int(share * c.nbytes.sum()))
-    for strategy in PARTIAL:
-        chosen = choose(c, given, strategy, seek)
-        assert c.nbytes[chosen].sum() <= given.budget_bytes
-        assert (choose(c, given, strategy, seek) == chosen).all()
-
-
-@pytest.mark.parametrize("strategy", ["magnitude", "conflict_aware"])
-def test_a_price_of_seeks_makes_fewer_reads(strategy: str) -> None:
-    def reads(c: Candidates, seek: int) -> int:
-        chosen = choose(c, constraints(c, int(0.3 * c.nbytes.sum())), strategy, seek)
-        edges = [np.diff(chosen[cut], prepend=False, append=False).sum() for cut in c.row_slices()]
-        return int(sum(edges)) // 2
-
-    free, dear = 0, 0
-    for seed in range(8):
-        c, _ = tensor(seed, experts=3, blocks=60, common=0.3)
-        free, dear = free + reads(c, 0), dear + reads(c, 16_384)
-        assert reads(c, 16_384) <= reads(c, 0)
-    assert dear < 0.9 * free
-
-
 @pytest.mark.parametrize("strategy", ["magnitude", "conflict_aware"])
 @pytest.mark.parametrize("value", [np.inf, np.nan])
 def test_what_is_not_finite_is_bought_first(strategy: str, value: float) -> None:

@@ -24,7 +24,6 @@ from mergepipe_pipeline.errors import (
 )
 from mergepipe_pipeline.execution.lookup import load_plan
 from mergepipe_pipeline.storage.atomic import remove_tree
-from mergepipe_pipeline.storage.profile import store_seek
 from mergepipe_pipeline.storage.writer import ShardWriter
 from mergepipe_pipeline.verbs.export import Shards, export
 from mergepipe_pipeline.verbs.register import register
@@ -49,7 +48,6 @@ Text = Callable[..., str]
 def test_a_merge_gives_the_same_bits_again_whatever_was_asked_on_the_command_line(
     home: Warehouse, recipe_text: Text, method: str, planning: dict[str, Any]
 ) -> None:
-    store_seek(home.profile_path, 20_000)
     made = run(home, recipe_text(method, ""), **planning)
     found = replay(home, made.snapshot.snapshot_id[:10])
     assert found.snapshot_id == made.snapshot.snapshot_id

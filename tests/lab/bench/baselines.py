@@ -14,7 +14,7 @@ from mergepipe_pipeline.planner.strategies import STRATEGIES, Ranked
 from mergepipe_pipeline.recipe import schema
 
 
-def by_hash(c: Candidates, free: Choice, seek_nbytes: int) -> Ranked:
+def by_hash(c: Candidates, free: Choice) -> Ranked:
     """Blocks in the order of a hash of their names: importance plays no part."""
     units = np.unique(c.unit[free & ~c.zero])
     names = [r.name for r in c.rows]
@@ -29,7 +29,7 @@ def by_hash(c: Candidates, free: Choice, seek_nbytes: int) -> Ranked:
     return single_items(c, units), np.argsort(keys, kind="stable")
 
 
-def drop_experts(c: Candidates, free: Choice, seek_nbytes: int) -> Ranked:
+def drop_experts(c: Candidates, free: Choice) -> Ranked:
     """Whole experts in recipe order, as many as fit."""
     members = np.flatnonzero(free)
     members = members[np.argsort(c.expert[members], kind="stable")]
