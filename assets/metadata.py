@@ -19,9 +19,8 @@ from mergepipe_pipeline.deploy.layer_records import LayerRecord
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.domain.evaluation import Metrics, Verdict, figure
 from mergepipe_pipeline.domain.layers import layer_count, layer_name
-from mergepipe_pipeline.domain.outcome import LayerOutcome, Realised
+from mergepipe_pipeline.domain.outcome import LayerOutcome, Realised, Shard
 from mergepipe_pipeline.domain.plan import LayerTask, MergePlan, TensorTask
-from mergepipe_pipeline.domain.shard import Shard
 from mergepipe_pipeline.domain.snapshot import Ref, operator_counts
 from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.text import in_one_line, markdown, percent, size

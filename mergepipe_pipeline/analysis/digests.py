@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 
+from mergepipe_pipeline.checkpoints.reader import BlockReader
+from mergepipe_pipeline.checkpoints.stored import Verifier, Verify, read_stored
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.digest import segment_digests
@@ -12,10 +14,7 @@ from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.domain.segments import COARSE_ELEMS, KnownSegments, Segments
 from mergepipe_pipeline.domain.view import TensorView, view_of
 from mergepipe_pipeline.dtypes import itemsize
-from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.source import FetchedAhead, FileRange, open_source
-from mergepipe_pipeline.tensors.stored import read_stored
-from mergepipe_pipeline.tensors.verified import Verifier, Verify
 
 #: A multiple of all segments.
 _WINDOW_ELEMS = 1 << 21

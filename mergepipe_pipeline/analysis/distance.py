@@ -12,10 +12,10 @@ import numpy as np
 
 from mergepipe_pipeline.analysis.pass_windows import GroupWindow
 from mergepipe_pipeline.analysis.stream import WINDOW_ELEMS, WindowReader
+from mergepipe_pipeline.checkpoints.reader import BlockReader
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.dtypes import itemsize
-from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.source import open_source
 
 

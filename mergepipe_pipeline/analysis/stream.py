@@ -14,18 +14,17 @@ from typing import TYPE_CHECKING, TypeVar
 from mergepipe_pipeline.analysis.ahead import Buffers, Job, RunAhead
 from mergepipe_pipeline.analysis.pass_windows import DeltaWindow, Family, GroupWindow
 from mergepipe_pipeline.arrays import F32Array
+from mergepipe_pipeline.checkpoints.low_rank import AdapterUpdate, open_update
+from mergepipe_pipeline.checkpoints.reader import BlockReader
+from mergepipe_pipeline.checkpoints.rows import BaseRow, ExpertRow
+from mergepipe_pipeline.checkpoints.stored import Verifier, Verify, announce_stored, read_stored
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.segments import KnownSegments
 from mergepipe_pipeline.domain.view import TensorView, parts_of
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.operators.kernels.kept_l1 import CHUNK_ELEMS
-from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.source import FetchedAhead, FileRange, open_source
 from mergepipe_pipeline.storage.uncached import fits_page_cache
-from mergepipe_pipeline.tensors.low_rank import AdapterUpdate, open_update
-from mergepipe_pipeline.tensors.rows import BaseRow, ExpertRow
-from mergepipe_pipeline.tensors.stored import announce_stored, read_stored
-from mergepipe_pipeline.tensors.verified import Verifier, Verify
 
 if TYPE_CHECKING:
     import torch

@@ -25,6 +25,7 @@ from mergepipe_pipeline.catalog.seals import (
     version,
     write_sealed,
 )
+from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.errors import (
     CheckpointError,
@@ -40,7 +41,6 @@ from mergepipe_pipeline.storage.chain import (
     is_chain,
     read_chains,
 )
-from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.roots import Roots, refuse_unmounted, why_unmounted
 from mergepipe_pipeline.storage.side_files import SideStamp, gone, side_sha256, side_stamps
 from mergepipe_pipeline.storage.source import open_source

@@ -126,7 +126,7 @@ def download_options(command: Callable[..., None]) -> Callable[..., None]:
 
     def limit(_: click.Context, __: click.Parameter, text: str | None) -> None:
         if text is not None:
-            from mergepipe_pipeline.remote.pieces import LIMIT, parse_size
+            from mergepipe_pipeline.remote.ranges import LIMIT, parse_size
 
             try:
                 parse_size(text, "--cache-limit")

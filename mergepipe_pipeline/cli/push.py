@@ -11,7 +11,7 @@ from mergepipe_pipeline.cli.common import Console, counted, verb
 from mergepipe_pipeline.text import size
 
 if TYPE_CHECKING:
-    from mergepipe_pipeline.remote.outgoing import Pushed
+    from mergepipe_pipeline.remote.push import Pushed
 
 
 @click.command()

@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
+from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.contents.rests import damaged_rest_named
 from mergepipe_pipeline.domain.checkpoint import AWAY, Checkpoint
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.replaced import Replaced
-from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
 
 

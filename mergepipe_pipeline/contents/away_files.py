@@ -15,6 +15,7 @@ from pathlib import Path
 from threading import RLock
 from typing import Self
 
+from mergepipe_pipeline.checkpoints.reader import BlockReader
 from mergepipe_pipeline.contents.away import open_root
 from mergepipe_pipeline.contents.input_segments import checkpoint_inputs
 from mergepipe_pipeline.contents.rests import refuse_damaged_rest
@@ -24,7 +25,6 @@ from mergepipe_pipeline.errors import CheckpointChangedError, CheckpointError, C
 from mergepipe_pipeline.packs.decoded import Decoder, StoredBytes
 from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.replaced import MovedFile, Replaced, came_back
-from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.source import LocalSource, Reading, open_source
 from mergepipe_pipeline.warehouse import Warehouse
 

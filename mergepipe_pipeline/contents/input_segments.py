@@ -12,6 +12,7 @@ from dataclasses import asdict
 from threading import RLock
 
 from mergepipe_pipeline.catalog.segment_files import SegmentFiles
+from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.contents.tensor_digests import (
     Known,
     ensure_digests,
@@ -27,7 +28,6 @@ from mergepipe_pipeline.domain.segments import COARSE_ELEMS, Segments, segment_e
 from mergepipe_pipeline.domain.view import Part, TensorView, sources_of
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.progress import Progress
-from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
 
 

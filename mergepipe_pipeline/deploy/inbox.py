@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
+from mergepipe_pipeline.checkpoints.open_checkpoint import is_complete
 from mergepipe_pipeline.contents.quarantine import quarantine_of, quarantined_names
 from mergepipe_pipeline.deploy.arrivals import MAX_FAILURES, Arrival, arrival, place_of, token_at
 from mergepipe_pipeline.deploy.packing import PacksWanted
@@ -27,9 +28,7 @@ from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.recipe.selectors import would_take
 from mergepipe_pipeline.storage.chain import NAME, NAME_FORM
-from mergepipe_pipeline.storage.open_checkpoint import is_complete
-from mergepipe_pipeline.storage.regular import text_of
-from mergepipe_pipeline.storage.written import unwritten
+from mergepipe_pipeline.storage.regular import text_of, unwritten
 from mergepipe_pipeline.text import listed
 from mergepipe_pipeline.warehouse import Warehouse
 

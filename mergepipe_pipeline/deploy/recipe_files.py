@@ -19,6 +19,7 @@ from mergepipe_pipeline.domain.recipe import ModelRef
 from mergepipe_pipeline.domain.selector import Selected
 from mergepipe_pipeline.errors import CorruptionError, RecipeError
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
+from mergepipe_pipeline.resolution.locate import Places
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.resolution.resolve import foreseen, open_stage
 from mergepipe_pipeline.resolution.selected import Registered
@@ -321,7 +322,7 @@ def _layers(
     pending = {m: c for m, c in known.items() if m not in file.pinned}
     names: list[str] = []
     for stage in file.stages:
-        recipe, models = open_stage(warehouse, stage, pending, warehouse.recipes)
+        recipe, models = open_stage(Places(warehouse, warehouse.recipes, pending), stage)
         pending[recipe.name] = foreseen(recipe, models)
         names = [t.name for t in recipe.tensors]
     n_layers = layer_count(names)

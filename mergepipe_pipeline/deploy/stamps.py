@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from mergepipe_pipeline.checkpoints.open_checkpoint import is_shard
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.storage.regular import text_of
-from mergepipe_pipeline.storage.shards import is_shard
 
 _WEIGHTS = ".safetensors"
 

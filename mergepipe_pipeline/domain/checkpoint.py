@@ -5,6 +5,7 @@ Nothing here opens a file; `storage` fills these in and `catalog` keeps them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -115,11 +116,23 @@ class Checkpoint:
         return digest_json([[t.name, t.dtype, t.shape] for t in self.tensors])
 
     @cached_property
+    def stated(self) -> Mapping[str, Any]:
+        """What its config.json says; {} without one."""
+        stated: dict[str, Any] = json.loads(self.config or "{}")
+        return stated
+
+    @cached_property
+    def adapter_stated(self) -> Mapping[str, Any]:
+        """What its adapter_config.json says; {} without one."""
+        stated: dict[str, Any] = json.loads(self.adapter_config or "{}")
+        return stated
+
+    @cached_property
     def form(self) -> StoredForm | None:
         """How its weights are stored if not as plain numbers: quantised, or as loose factors."""
         if self.kind != "full":
             return None
-        return stored_form({t.name: t.dtype for t in self.tensors}, self.config)
+        return stored_form({t.name: t.dtype for t in self.tensors}, self.stated)
 
     @property
     def is_away(self) -> bool:

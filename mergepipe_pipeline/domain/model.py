@@ -6,15 +6,17 @@ a checkpoint with an adapter on it, or any of these with its embeddings in anoth
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from typing import Any
 
 from mergepipe_pipeline.digest import digest_json
+from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.plan import ConfigValue
 from mergepipe_pipeline.domain.view import Part, RowValues, TensorView, Update
+from mergepipe_pipeline.errors import RecipeError
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,10 @@ class Model:
         return self.checkpoints[0]
 
     @cached_property
-    def config(self) -> str | None:
-        """The text of its config.json, with the class that its adapter makes of it."""
+    def stated(self) -> Mapping[str, Any]:
+        """What its config.json says, with the class that its adapter makes of it."""
         classes = dict(self.becomes).get("architectures")
-        if classes is None:
-            return self.checkpoint.config
-        return json.dumps(json.loads(self.checkpoint.config or "{}") | {"architectures": classes})
+        return {**self.checkpoint.stated, **({} if classes is None else {"architectures": classes})}
 
     @property
     def nbytes(self) -> int:
@@ -108,3 +108,19 @@ def _update(update: Update, of: Callable[[Part], str]) -> list[object]:
         *([True] if update.is_orthogonal else []),
     ]
     return plain if rest == [1, None, None, False, None] else [*plain, rest]
+
+
+def grid_for(base: Model, block_elems: int | None) -> BlockGrid:
+    """The block grid of a base: as asked for, or from the model's size. Raises RecipeError."""
+    if block_elems is not None:
+        try:
+            return BlockGrid(block_elems)
+        except ValueError as error:
+            raise RecipeError(
+                "A block size cannot be used",
+                where="block size",
+                expected=str(error).removeprefix("block_elems must be "),
+                found=str(block_elems),
+                next_step="leave it out for a size that fits the model",
+            ) from None
+    return BlockGrid.for_numel(sum(v.numel for v in base.views.values()))

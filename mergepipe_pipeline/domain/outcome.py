@@ -119,3 +119,18 @@ class Times:
         came = {"before_s": round(self.before_s, 3), "merging_s": round(self.merging_s, 3)}
         came["total_s"] = round(self.before_s + self.merging_s, 3)
         return {"predicted": self.predicted, "realised": came}
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Layers by name, in plan order: number `number` of `count`, from 1.
+
+    `cost` is what they are predicted to take, in `unit`: seconds, or bytes where nobody has
+    measured the machine.
+    """
+
+    number: int
+    count: int
+    layers: tuple[str, ...]
+    cost: float
+    unit: str

@@ -1,4 +1,4 @@
-"""Which type an output tensor is written in where the recipe asks for none."""
+"""What an output tensor is: computed or copied, and of which type by default."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ from mergepipe_pipeline.domain.checkpoint import TensorEntry
 from mergepipe_pipeline.domain.recipe import TensorRecipe
 from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.dtypes import FLOATING, promoted
+
+
+def is_computed(method: str, t: TensorRecipe) -> bool:
+    """Whether there is arithmetic in a tensor, and so a rounding; passthrough only scales."""
+    if method != "passthrough":
+        return bool(t.inputs)
+    return any(dict(i.params).get("scale", 1) != 1 for i in t.inputs)
 
 
 def promoted_dtype(

@@ -7,13 +7,13 @@ GPTQ, AWQ, bitsandbytes, MLX and modelopt; LoRA files of kohya, diffusers and Ly
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from mergepipe_pipeline.domain.layers import is_buffer
+from mergepipe_pipeline.domain.model_config import quantisation_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,6 @@ class StoredForm:
         return min(self.coded)
 
 
-#: The keys of a config under which quantisers write; a text part may repeat the first.
-CONFIG_KEYS = ("quantization_config", "compression_config", "quantization")
 _NAMES = {
     "awq": "AWQ",
     "bitsandbytes": "bitsandbytes",
@@ -70,10 +68,10 @@ _FACTOR = re.compile(
 )
 
 
-def stored_form(dtypes: Mapping[str, str], config: str | None) -> StoredForm | None:
+def stored_form(dtypes: Mapping[str, str], config: Mapping[str, Any]) -> StoredForm | None:
     """The form of a whole checkpoint; None for plain numbers.
 
-    `dtypes` are the safetensors codes of its tensors by name, `config` the text of its config.json.
+    `dtypes` are the safetensors codes of its tensors by name, `config` what its config.json says.
     """
     factors = [name for name in dtypes if _FACTOR.search(name)]
     if factors:
@@ -90,17 +88,6 @@ def stored_form(dtypes: Mapping[str, str], config: str | None) -> StoredForm | N
     if not coded:
         return None
     return StoredForm(_form_name(settings, coded, dtypes), _step(settings), settings, coded)
-
-
-def quantisation_of(config: str | None) -> Mapping[str, Any]:
-    """What a config.json says of how its weights were quantised; {} where it says nothing."""
-    stated: dict[str, Any] = json.loads(config or "{}")
-    text = stated.get("text_config")
-    for part in (stated, text if isinstance(text, dict) else {}):
-        for key in CONFIG_KEYS:
-            if isinstance(part.get(key), dict) and part[key]:
-                return dict(part[key])
-    return {}
 
 
 def _coded(dtypes: Mapping[str, str], *, is_said: bool) -> Iterator[str]:

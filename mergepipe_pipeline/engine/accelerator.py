@@ -28,10 +28,10 @@ import torch
 
 from mergepipe_pipeline.arrays import U8Array
 from mergepipe_pipeline.bfloat16 import NAN_BITS
+from mergepipe_pipeline.checkpoints.stored import torch_dtype
 from mergepipe_pipeline.domain.plan import TensorTask
 from mergepipe_pipeline.engine.window import BufferPool, Window, count_cut_off
 from mergepipe_pipeline.errors import DeviceError
-from mergepipe_pipeline.tensors.stored import torch_dtype
 from mergepipe_pipeline.text import whole_number
 
 _MOST_DEVICES = 999

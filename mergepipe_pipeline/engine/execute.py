@@ -20,6 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from mergepipe_pipeline.arrays import U8Array
+from mergepipe_pipeline.checkpoints.header import tensor_order
+from mergepipe_pipeline.checkpoints.stored import count_non_finite
+from mergepipe_pipeline.checkpoints.writer import ShardWriter
 from mergepipe_pipeline.concurrency.free_list import FreeList
 from mergepipe_pipeline.concurrency.lookahead import lookahead
 from mergepipe_pipeline.concurrency.threads import READING, single_threaded_torch
@@ -34,11 +37,8 @@ from mergepipe_pipeline.engine.sources import Read, SourcePool
 from mergepipe_pipeline.engine.window import BufferPool, Window, cut
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.progress import Advance
-from mergepipe_pipeline.storage.finite import count_non_finite
-from mergepipe_pipeline.storage.header import tensor_order
 from mergepipe_pipeline.storage.page_buffer import PageBuffer
 from mergepipe_pipeline.storage.source import ANNOUNCED
-from mergepipe_pipeline.storage.writer import ShardWriter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

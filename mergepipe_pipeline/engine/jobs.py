@@ -9,6 +9,8 @@ from __future__ import annotations
 from functools import cached_property, partial
 from math import prod
 
+from mergepipe_pipeline.checkpoints.low_rank import open_update
+from mergepipe_pipeline.checkpoints.stored import Readers, Verify, read_stored
 from mergepipe_pipeline.domain.blocks import clip, total_elems
 from mergepipe_pipeline.domain.plan import ExpertInput, TensorTask
 from mergepipe_pipeline.domain.view import TensorView
@@ -19,9 +21,6 @@ from mergepipe_pipeline.operators import OPERATORS, Operator
 from mergepipe_pipeline.operators.methods.linear import is_unscaled
 from mergepipe_pipeline.operators.steps.fused_kernel import FusedKernel
 from mergepipe_pipeline.packs.together import PackedInputs
-from mergepipe_pipeline.tensors.low_rank import open_update
-from mergepipe_pipeline.tensors.stored import Readers, read_stored
-from mergepipe_pipeline.tensors.verified import Verify
 
 #: Bytes per element of a merge before it is cast.
 MERGED_BYTES = 4

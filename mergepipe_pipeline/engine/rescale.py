@@ -20,6 +20,7 @@ from typing import NoReturn
 import numpy as np
 
 from mergepipe_pipeline.arrays import F64Array, U8Array
+from mergepipe_pipeline.checkpoints.rows import BaseRow, ExpertRow
 from mergepipe_pipeline.concurrency.free_list import FreeList
 from mergepipe_pipeline.concurrency.workers import TaskQueue, Workers
 from mergepipe_pipeline.domain.plan import ExpertInput, TensorTask
@@ -37,7 +38,6 @@ from mergepipe_pipeline.operators.steps.random import keep_below, stream_key
 from mergepipe_pipeline.storage.held import PIECE_NBYTES
 from mergepipe_pipeline.storage.page_buffer import PageBuffer
 from mergepipe_pipeline.storage.read_batch import ReadBatch
-from mergepipe_pipeline.tensors.rows import BaseRow, ExpertRow
 
 #: Elements of one expert read together: a multiple of CHUNK_ELEMS, so no sum depends on it. Half
 #: as many take a tenth longer (dare_ties of 5 and 20 experts of 0.6B), twice as many no less.

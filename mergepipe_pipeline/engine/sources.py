@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
+from mergepipe_pipeline.checkpoints.reader import BlockReader, Tally
+from mergepipe_pipeline.checkpoints.stored import Verifier
 from mergepipe_pipeline.domain.blocks import Range, clip, coalesce
 from mergepipe_pipeline.domain.pack import TIERS_OF, Tier
 from mergepipe_pipeline.domain.plan import ExpertInput, LayerTask, MergePlan, TensorTask
@@ -24,9 +27,7 @@ from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.packs.elements import PackedElements
 from mergepipe_pipeline.packs.reader import Allowed, PackReader
 from mergepipe_pipeline.storage.held import FirstReading, HeldBytes, HeldFiles, SecondReading
-from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.read_batch import ReadBatch
-from mergepipe_pipeline.storage.reader import BlockReader, Tally
 from mergepipe_pipeline.storage.source import (
     CheckpointSource,
     FetchedAhead,
@@ -37,7 +38,6 @@ from mergepipe_pipeline.storage.source import (
     open_source,
 )
 from mergepipe_pipeline.storage.uncached import fits_page_cache
-from mergepipe_pipeline.tensors.verified import Verifier
 
 
 def access_sets(layers: Sequence[LayerTask]) -> dict[int, dict[str, tuple[Range, ...]]]:

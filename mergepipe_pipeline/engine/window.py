@@ -13,6 +13,14 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import numpy as np
 
 from mergepipe_pipeline.arrays import F32Array, I64Array, U8Array, U16Array
+from mergepipe_pipeline.checkpoints.rows import BaseRow, ExpertRow, verify_part
+from mergepipe_pipeline.checkpoints.stored import (
+    Readers,
+    Verify,
+    announce_stored,
+    read_stored,
+    torch_dtype,
+)
 from mergepipe_pipeline.domain.blocks import Range, clip
 from mergepipe_pipeline.domain.plan import TensorTask
 from mergepipe_pipeline.domain.view import TensorView
@@ -29,9 +37,6 @@ from mergepipe_pipeline.packs.together import Placed, decode_together
 from mergepipe_pipeline.storage.page_buffer import PageBuffer
 from mergepipe_pipeline.storage.read_batch import ReadBatch
 from mergepipe_pipeline.storage.uncached import pages_nbytes
-from mergepipe_pipeline.tensors.rows import BaseRow, ExpertRow, verify_part
-from mergepipe_pipeline.tensors.stored import Readers, announce_stored, read_stored, torch_dtype
-from mergepipe_pipeline.tensors.verified import Verify
 
 if TYPE_CHECKING:
     import torch

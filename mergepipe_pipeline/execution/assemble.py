@@ -37,7 +37,7 @@ from mergepipe_pipeline.domain.snapshot import (
 )
 from mergepipe_pipeline.errors import DamagedLayerError, MergePipeError, NotFoundError
 from mergepipe_pipeline.execution.plan_leases import staging as staging_of
-from mergepipe_pipeline.remote.address import HUB, parse_address
+from mergepipe_pipeline.remote.address import HUB, hub_name, parse_address
 from mergepipe_pipeline.snapshots.commit import (
     Checked,
     commit_snapshot,
@@ -55,7 +55,6 @@ from mergepipe_pipeline.snapshots.model_folder import (
 )
 from mergepipe_pipeline.snapshots.stores import Marks, ObjectStore
 from mergepipe_pipeline.storage.atomic import write_atomic
-from mergepipe_pipeline.storage.hub_cache import hub_name
 from mergepipe_pipeline.storage.side_files import CARD, CONFIG, SideStamp, pieces, side_files
 from mergepipe_pipeline.storage.source import CheckpointSource, open_source
 from mergepipe_pipeline.text import listed

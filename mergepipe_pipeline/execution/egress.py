@@ -11,7 +11,7 @@ from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.plan import LayerTask, MergePlan
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.remote.address import is_address
-from mergepipe_pipeline.remote.traffic import METER, Traffic
+from mergepipe_pipeline.remote.fetch import METER, Traffic
 from mergepipe_pipeline.resolution.resolve import ResolvedRecipe
 from mergepipe_pipeline.storage.source import FileRange
 from mergepipe_pipeline.warehouse import Warehouse

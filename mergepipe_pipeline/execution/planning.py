@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Unpack
 
+from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.contents.rests import damaged_rest_named
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
@@ -26,14 +27,13 @@ from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.facts.gather import gather
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
-from mergepipe_pipeline.resolution.requested import requested
 from mergepipe_pipeline.resolution.resolve import (
     Planning,
     ResolvedRecipe,
+    requested,
     resolve,
     resolve_stage,
 )
-from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.source import FetchedAhead, FileRange, open_source
 from mergepipe_pipeline.storage.uncached import fits_page_cache
 from mergepipe_pipeline.warehouse import Warehouse

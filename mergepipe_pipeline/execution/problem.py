@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 
+from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.contents.away import present_root
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.pack import TIERS
@@ -36,7 +37,6 @@ from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import parse_plan
 from mergepipe_pipeline.resolution.resolve import Planning, resolve_stage
-from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
 
 if TYPE_CHECKING:

@@ -13,18 +13,17 @@ from math import ceil, prod
 import numpy as np
 
 from mergepipe_pipeline.analysis.order import from_top
+from mergepipe_pipeline.checkpoints.reader import BlockReader
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.domain.machine_profile import DEFAULT_READ_BYTES_PER_S
-from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.model import Model, grid_for
 from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TIERS, TIERS_OF, X20_DENSITY, Tier
 from mergepipe_pipeline.domain.stats import HIST_SHIFT, TensorStats
 from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.packs.contents import packed_contents, packed_names
 from mergepipe_pipeline.packs.pace import ENCODE_ELEM_S
-from mergepipe_pipeline.resolution.grid import grid_for
 from mergepipe_pipeline.storage.profile import load_profile
-from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.warehouse import Warehouse
 

@@ -10,7 +10,7 @@ from functools import partial
 from math import prod
 
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
-from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.model import Model, grid_for
 from mergepipe_pipeline.domain.pack import X20_DENSITY, TensorContent
 from mergepipe_pipeline.domain.view import moved
 from mergepipe_pipeline.facts.expert import ExpertFacts, FactTables, Sparsified
@@ -19,7 +19,6 @@ from mergepipe_pipeline.packs.codec import unit_of
 from mergepipe_pipeline.packs.contents import packed_contents
 from mergepipe_pipeline.packs.writer import Packing
 from mergepipe_pipeline.progress import Progress
-from mergepipe_pipeline.resolution.grid import grid_for
 from mergepipe_pipeline.warehouse import Warehouse
 
 

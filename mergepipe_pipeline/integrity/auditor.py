@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
-from mergepipe_pipeline.storage.journal import Journal
+from mergepipe_pipeline.storage.chain import Journal
 
 Scope = Literal["structure", "digests", "lineage", "inputs"]
 SCOPES: tuple[Scope, ...] = ("structure", "digests", "lineage", "inputs")

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.contents.away import present_root
 from mergepipe_pipeline.contents.rests import damaged_rest_named, refuse_damaged_rest
 from mergepipe_pipeline.contents.side_file_digests import missing_files, refuse_changed_file
@@ -25,7 +26,6 @@ from mergepipe_pipeline.errors import (
 from mergepipe_pipeline.execution.lookup import provenance_of
 from mergepipe_pipeline.integrity.auditor import Auditor
 from mergepipe_pipeline.progress import Advance, Progress
-from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.side_files import SideStamp, side_sha256, side_stamps
 from mergepipe_pipeline.storage.source import CheckpointSource, open_source
 from mergepipe_pipeline.warehouse import Warehouse

@@ -13,6 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
+from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
+from mergepipe_pipeline.checkpoints.stored import count_non_finite
+from mergepipe_pipeline.checkpoints.stored import non_finite as non_finite_of_file
 from mergepipe_pipeline.digest import seal, unseal
 from mergepipe_pipeline.domain.checkpoint import TensorEntry
 from mergepipe_pipeline.domain.plan import MergePlan, TensorTask
@@ -23,9 +26,6 @@ from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.remote.address import is_address
 from mergepipe_pipeline.snapshots.commit import Checked, verify_snapshot
 from mergepipe_pipeline.storage.atomic import write_atomic
-from mergepipe_pipeline.storage.finite import count_non_finite
-from mergepipe_pipeline.storage.finite import non_finite as non_finite_of_file
-from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.text import listed
 from mergepipe_pipeline.warehouse import Warehouse

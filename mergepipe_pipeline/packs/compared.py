@@ -15,6 +15,7 @@ from typing import NoReturn
 import numpy as np
 
 from mergepipe_pipeline.arrays import I16Array
+from mergepipe_pipeline.checkpoints.stored import Readers, Verifier, Verify, read_stored
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.digest import content_digest, segment_digests
@@ -36,8 +37,6 @@ from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.frames import Frames
 from mergepipe_pipeline.packs.index import SUMMED_CHUNKS, damaged_pack, summed
 from mergepipe_pipeline.packs.store import TIER_SETS, Pack
-from mergepipe_pipeline.tensors.stored import Readers, read_stored
-from mergepipe_pipeline.tensors.verified import Verifier, Verify
 
 #: Chunks that are compared at once.
 _CHUNKS_AT_ONCE = 16

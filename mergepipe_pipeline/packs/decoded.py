@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 
+from mergepipe_pipeline.checkpoints.stored import Readers, Verifier, Verify, read_stored
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.digest import content_digest, segment_digests
@@ -18,8 +19,6 @@ from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.codec import BITS_OF, decode_bits
 from mergepipe_pipeline.packs.frame_files import FrameFiles
-from mergepipe_pipeline.tensors.stored import Readers, read_stored
-from mergepipe_pipeline.tensors.verified import Verifier, Verify
 
 #: Chunks that are decoded and handed over at once.
 _CHUNKS_AT_ONCE = 16

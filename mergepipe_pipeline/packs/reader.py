@@ -11,6 +11,7 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 
 from mergepipe_pipeline.arrays import BoolArray
+from mergepipe_pipeline.checkpoints.reader import Tally
 from mergepipe_pipeline.domain.blocks import Range
 from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TIERS, PackedTensor, PackSource, Tier
 from mergepipe_pipeline.errors import BudgetError, CorruptionError, DamagedPackError
@@ -19,7 +20,6 @@ from mergepipe_pipeline.packs.frames import Frames
 from mergepipe_pipeline.packs.index import read_index
 from mergepipe_pipeline.packs.store import Pack
 from mergepipe_pipeline.storage.page_buffer import PageBuffer
-from mergepipe_pipeline.storage.reader import Tally
 from mergepipe_pipeline.storage.source import Reading
 
 #: Per tensor and tier, the elements whose frames may be read; ascending.

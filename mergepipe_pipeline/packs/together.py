@@ -22,8 +22,8 @@ from mergepipe_pipeline.packs.exact import Bits
 from mergepipe_pipeline.packs.frame_files import FrameTable, read_at_once
 from mergepipe_pipeline.packs.frames import Frames, Places
 from mergepipe_pipeline.packs.reader import WantedFrames
-from mergepipe_pipeline.storage.handles import HANDLES
 from mergepipe_pipeline.storage.page_buffer import PageBuffer
+from mergepipe_pipeline.storage.source import HANDLES
 
 #: Chunks that are decoded at once: what is unpacked of them stays in the cache.
 _CHUNKS_AT_ONCE = 64

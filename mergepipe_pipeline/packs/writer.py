@@ -15,6 +15,7 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
+from mergepipe_pipeline.checkpoints.stored import Readers, Verifier, Verify, read_stored
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TIERS, PackedTensor, TensorContent, Tier
@@ -29,8 +30,6 @@ from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.frames import as_array
 from mergepipe_pipeline.packs.index import frames_path, write_index
 from mergepipe_pipeline.storage.atomic import full_disk_named
-from mergepipe_pipeline.tensors.stored import Readers, read_stored
-from mergepipe_pipeline.tensors.verified import Verifier, Verify
 
 #: Chunks that one thread reads, encodes and hands over at once: 2 MiB of bfloat16 of each model.
 _CHUNKS_AT_ONCE = 16

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Registration
+from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.contents.away import open_away, open_root, present_root
 from mergepipe_pipeline.contents.tensor_digests import content_of
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
@@ -28,7 +29,6 @@ from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.recipe.yaml_text import read_documents
 from mergepipe_pipeline.resolution.recipe_text import parse_plan
-from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from mergepipe_pipeline.domain.layers import embedding_like, is_buffer, layer_stack, stack_counts
 from mergepipe_pipeline.domain.operator import OperatorSchema, Parameter
-from mergepipe_pipeline.domain.output import promoted_dtype
+from mergepipe_pipeline.domain.output import is_computed, promoted_dtype
 from mergepipe_pipeline.domain.recipe import BaseTensor, Params, Recipe, TensorInput, TensorRecipe
 from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.recipe.budget import check_budget_options
@@ -112,7 +112,7 @@ def _rounding_warnings(
     tables: Sequence[Table],
 ) -> list[str]:
     """Warnings about dtypes that lose something of the models that arithmetic reads."""
-    computed = [t for t in tensors if _is_computed(schema, t)]
+    computed = [t for t in tensors if is_computed(schema.name, t)]
     if parsed.dtype is None:
         return dtype_warnings(None, [promoted_dtype(t, tables) for t in computed])
     used = {i.model for t in computed for i in t.inputs}
@@ -330,13 +330,6 @@ class _Resolver:
 
     def _text(self, taken: SourceTensor) -> str:
         return self.tables.refs[taken.entry.model].text
-
-
-def _is_computed(schema: OperatorSchema, t: TensorRecipe) -> bool:
-    """Whether there is arithmetic in it, and so a rounding; passthrough only scales."""
-    if schema.name != "passthrough":
-        return bool(t.inputs)
-    return any(dict(i.params)["scale"] != 1 for i in t.inputs)
 
 
 def _matters(schema: OperatorSchema, params: Params) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 
 from mergepipe_pipeline.errors import RemoteError
 from mergepipe_pipeline.remote.address import Address
-from mergepipe_pipeline.remote.failures import first_line
+from mergepipe_pipeline.remote.listing import first_line
 from mergepipe_pipeline.remote.redirects import guarded
 from mergepipe_pipeline.secrets import discreet
 

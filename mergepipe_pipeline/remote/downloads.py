@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from mergepipe_pipeline.digest import new_hash
 from mergepipe_pipeline.errors import CorruptionError, RemoteError
 from mergepipe_pipeline.remote.fetch import Abandoned
-from mergepipe_pipeline.remote.pieces import Pieces, Run
+from mergepipe_pipeline.remote.ranges import Pieces, Run
 
 if TYPE_CHECKING:
     from hashlib import _Hash

@@ -1,17 +1,18 @@
-"""Gets a run of bytes however badly a server behaves: again, later, and from the byte reached."""
+"""Gets a run of bytes however badly a server behaves: again, later, from the byte reached."""
 
 from __future__ import annotations
 
 import random
 import threading
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeVar
 
 from mergepipe_pipeline.errors import RemoteError
 from mergepipe_pipeline.remote.listing import Listing, RemoteFile, RequestError, Site
-from mergepipe_pipeline.remote.speed import LEAST_NBYTES, Speed
-from mergepipe_pipeline.remote.traffic import METER, Traffic
 
 T = TypeVar("T")
 #: Requests in a row without a byte of progress before a run is given up.
@@ -136,3 +137,120 @@ def _sleep(seconds: float, *, only_while_wanted: bool) -> None:
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0 and (WANTED.is_any or not only_while_wanted):
         time.sleep(min(_STEP_S, left))
+
+
+#: Bytes without which an attempt is no progress, and seconds in which so many must come.
+LEAST_NBYTES, PATIENCE_S = 64 << 10, 60.0
+#: No answer that is not a file is longer.
+_MOST_TEXT_NBYTES = 256 << 20
+
+
+class Speed:
+    """Watches the bytes of some requests; the time between them is not counted."""
+
+    def __init__(self) -> None:
+        self._nbytes, self._taken_s, self._since_s = 0, 0.0, time.monotonic()
+
+    def begin(self) -> None:
+        """A request begins."""
+        self._since_s = time.monotonic()
+
+    def refuse_none(self, nbytes: int) -> None:
+        """Take bytes that came. Raises RequestError where they come too slowly for good."""
+        now_s = time.monotonic()
+        self._nbytes += nbytes
+        self._taken_s, self._since_s = self._taken_s + now_s - self._since_s, now_s
+        if self._nbytes >= LEAST_NBYTES:
+            self._nbytes, self._taken_s = 0, 0.0
+        elif self._taken_s > PATIENCE_S:
+            told = f"it sent {self._nbytes} bytes in {self._taken_s:.0f} s"
+            raise RequestError(told, "slow", retries=False)
+
+
+def watched(stream: Any) -> Any:
+    """The body of an answer to a client of the hub's library, which ends if it comes too slowly.
+
+    Raises RequestError while it is read, also for JSON of absurd length.
+    """
+    base = next(c for c in type(stream).__mro__ if c.__name__ == "SyncByteStream")
+    return _watched_class(base)(stream)
+
+
+@lru_cache(maxsize=4)
+def _watched_class(base: type) -> type:
+    """The class of watched bodies, which the library takes for one of its own."""
+
+    class Watched(base):  # type: ignore[misc]
+        def __init__(self, stream: Any) -> None:
+            self._stream = stream
+
+        def __iter__(self) -> Iterator[bytes]:
+            speed, left = Speed(), _MOST_TEXT_NBYTES
+            for chunk in self._stream:
+                speed.refuse_none(len(chunk))
+                left -= len(chunk)
+                if left < 0:
+                    raise RequestError("its answer has no end", "long", retries=False)
+                yield chunk
+
+        def close(self) -> None:
+            self._stream.close()
+
+    return Watched
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Requests sent and bytes of bodies that came, those of failed requests among them."""
+
+    requests: int = 0
+    nbytes: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.requests + other.requests, self.nbytes + other.nbytes)
+
+    def __sub__(self, other: Traffic) -> Traffic:
+        return Traffic(self.requests - other.requests, self.nbytes - other.nbytes)
+
+
+class Meter:
+    """Counts the traffic of a process. Safe for several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_address: dict[str, Traffic] = {}
+        self._listeners: list[Callable[[int], None]] = []
+
+    def count(self, address: str, traffic: Traffic) -> None:
+        """Add traffic of an address."""
+        with self._lock:
+            self._by_address[address] = self._by_address.get(address, Traffic()) + traffic
+            listeners = tuple(self._listeners)
+        for listener in listeners if traffic.nbytes else ():
+            listener(traffic.nbytes)
+
+    @property
+    def total(self) -> dict[str, Traffic]:
+        """All traffic so far, by address."""
+        with self._lock:
+            return dict(self._by_address)
+
+    def since(self, before: Mapping[str, Traffic]) -> dict[str, Traffic]:
+        """What came after `before`, as `total` gave it, by address."""
+        moved = {a: t - before.get(a, Traffic()) for a, t in sorted(self.total.items())}
+        return {address: traffic for address, traffic in moved.items() if traffic != Traffic()}
+
+    @contextmanager
+    def told(self, listener: Callable[[int], None]) -> Iterator[None]:
+        """Tell `listener` of the bytes that come meanwhile, in whichever thread they do."""
+        with self._lock:
+            self._listeners.append(listener)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._listeners.remove(listener)
+
+
+#: Of the whole process, as connections are.
+METER = Meter()

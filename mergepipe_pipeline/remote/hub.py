@@ -24,17 +24,17 @@ from mergepipe_pipeline.remote.clients import (
     hub_session,
     need,
 )
-from mergepipe_pipeline.remote.failures import first_line, no_hub
-from mergepipe_pipeline.remote.fetch import tried
+from mergepipe_pipeline.remote.fetch import METER, Traffic, tried
 from mergepipe_pipeline.remote.listing import (
     Listing,
     RemoteFile,
     RequestError,
     changed,
+    first_line,
     is_digest,
+    no_hub,
 )
 from mergepipe_pipeline.remote.redirects import permitted
-from mergepipe_pipeline.remote.traffic import METER, Traffic
 from mergepipe_pipeline.remote.web import TEMPORARY, asked_s, ranged
 
 #: No file is longer, as the offsets of files are signed numbers of 64 bits.

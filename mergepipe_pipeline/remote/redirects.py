@@ -17,8 +17,8 @@ from urllib.parse import urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from mergepipe_pipeline.errors import RemoteError
+from mergepipe_pipeline.remote.fetch import watched
 from mergepipe_pipeline.remote.listing import RequestError
-from mergepipe_pipeline.remote.speed import watched
 from mergepipe_pipeline.secrets import discreet
 
 Reach = Literal["public", "private", "loopback", "link-local"]

@@ -13,23 +13,22 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import quote
 
+from mergepipe_pipeline.checkpoints.adapter_config import CONFIG as ADAPTER_CONFIG
+from mergepipe_pipeline.checkpoints.open_checkpoint import ADAPTER_WEIGHTS, INDEX
 from mergepipe_pipeline.errors import RemoteError
 from mergepipe_pipeline.remote.address import Address
 from mergepipe_pipeline.remote.clients import IN_FLIGHT, TIMEOUT_S, http_library, web_client
-from mergepipe_pipeline.remote.failures import first_line
-from mergepipe_pipeline.remote.fetch import WANTED, fetch, tried
+from mergepipe_pipeline.remote.fetch import METER, WANTED, Traffic, fetch, tried
 from mergepipe_pipeline.remote.listing import (
     Listing,
     RemoteFile,
     RequestError,
     changed,
+    first_line,
     listed_tag,
     tag_of,
 )
 from mergepipe_pipeline.remote.redirects import answer_of
-from mergepipe_pipeline.remote.traffic import METER, Traffic
-from mergepipe_pipeline.storage.adapter_config import CONFIG as ADAPTER_CONFIG
-from mergepipe_pipeline.storage.open_checkpoint import ADAPTER_WEIGHTS, INDEX
 from mergepipe_pipeline.storage.side_files import MAX_JSON_NBYTES, SIDE_NAMES
 from mergepipe_pipeline.text import listed, whole_number
 

@@ -14,7 +14,7 @@ from typing import Any
 from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.domain.recipe import Recipe
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError
-from mergepipe_pipeline.resolution.layer_config import config_of, kinds_of
+from mergepipe_pipeline.resolution.layer_config import kinds_of
 
 #: Keys of what a model computes, besides rope, heads and what single layers are.
 _COMPUTING = re.compile(
@@ -70,7 +70,7 @@ def compute_alike(recipe: Recipe, models: Sequence[Model], template: int) -> lis
     whole = [models[m] for m in order if not models[m].is_partial]
     whole = [model for model in whole if model.checkpoint.config]
     names = [model.name for model in whole]
-    parts = [dict(_parts(config_of(model))) for model in whole]
+    parts = [dict(_parts(model.stated)) for model in whole]
     for part in dict.fromkeys(key for of_model in parts for key in of_model):
         _refuse_other_heads(
             part, [(n, p[part]) for n, p in zip(names, parts, strict=True) if part in p]

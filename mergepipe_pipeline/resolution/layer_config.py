@@ -13,6 +13,7 @@ from typing import Any
 
 from mergepipe_pipeline.domain.layers import layer_index, layer_stack, stack_counts
 from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.model_config import at_place, config_places
 from mergepipe_pipeline.domain.plan import ConfigValue
 from mergepipe_pipeline.domain.recipe import Recipe
 from mergepipe_pipeline.errors import CheckpointError, IncompatibleCheckpointsError
@@ -23,7 +24,6 @@ from mergepipe_pipeline.resolution.layer_rules import (
     numbered,
     rules_of,
 )
-from mergepipe_pipeline.storage.json_text import load_object
 
 _LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_transformer_layers")
 #: The keys of towers' own parts, and of the stacks of a model that encodes and decodes.
@@ -71,34 +71,10 @@ class _Layers:
         return [place for place in found if place] or [part or key]
 
 
-def config_of(model: Model) -> dict[str, Any]:
-    """A model's config, empty where it has none. Raises CheckpointError."""
-    where = f"{model.checkpoint.root}, config.json"
-    return load_object(model.config or "{}", where, "A model's config")
-
-
-def config_places(config: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
-    """Dotted places of the keys: in the config itself and in its text part, which may repeat it."""
-    part = config.get("text_config")
-    inner = [f"text_config.{k}" for k in keys if isinstance(part, dict) and k in part]
-    return [k for k in keys if k in config] + inner
-
-
-def at_place(config: Mapping[str, Any], place: str) -> Any:
-    """What a config has at a dotted place, None if nothing."""
-    *above, last = place.split(".")
-    for key in above:
-        config = config[key]
-    return config.get(last)
-
-
 def depth_of(model: Model) -> int | None:
     """The number of layers that a model's config states; None where it states none."""
-    try:
-        config = config_of(model)
-    except CheckpointError:  # it is refused where it is used
-        return None
-    depths = [at_place(config, place) for place in config_places(config, _LAYER_KEYS)]
+    places = config_places(model.stated, _LAYER_KEYS)
+    depths = [at_place(model.stated, place) for place in places]
     return next((n for n in depths if isinstance(n, int) and n > 0), None)
 
 
@@ -120,7 +96,7 @@ def layer_changes(
     Raises IncompatibleCheckpointsError for what no config can say, CheckpointError for a config
     that is not valid.
     """
-    config = config_of(models[template])
+    config = models[template].stated
     changes: list[tuple[str, ConfigValue]] = []
     for stack, n in recipe.sliced:
         depths = _depth_places(config, stack)
@@ -178,7 +154,7 @@ def _part_name(config: Mapping[str, Any], stack: str) -> str | None:
 
 
 def _layers_of(model: Model, stack: str) -> _Layers:
-    config = config_of(model)
+    config = model.stated
     part = _part_name(config, stack)
     values = dict(config) if part is None else dict(config[part])
     if part == "text_config":

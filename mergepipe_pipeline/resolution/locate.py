@@ -1,32 +1,42 @@
-"""Finds the checkpoint that a model text means: a registered name, or a path.
+"""Finds the checkpoint that a model text means: a registered name, a path, or an address.
 
-This is the one place that decides so, for recipes and verbs alike. It reads headers alone.
+This is the one place that decides so, for recipes and verbs alike: what it gives has its name, its
+root and what lies there, and nothing below looks again. It reads headers alone.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import unicodedata
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Catalog, Registration
+from mergepipe_pipeline.checkpoints.open_checkpoint import is_complete, open_checkpoint
 from mergepipe_pipeline.contents.away import away_from, open_away, open_root
+from mergepipe_pipeline.digest import sha256_hex
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
+from mergepipe_pipeline.domain.recipe import ModelRef
 from mergepipe_pipeline.errors import (
     CheckpointChangedError,
     CheckpointError,
     IncompleteCheckpointError,
+    RemoteError,
 )
 from mergepipe_pipeline.recipe.problems import suggest
 from mergepipe_pipeline.recipe.references import ONE_BY_ONE, UnreadableReference, parse_reference
-from mergepipe_pipeline.remote.address import is_address, is_hub_name, parse_address
-from mergepipe_pipeline.resolution.addresses import at_address, is_offline, look_again, on_hub
-from mergepipe_pipeline.resolution.names import free_name
+from mergepipe_pipeline.remote.address import (
+    HUB,
+    Address,
+    cached_model,
+    is_address,
+    is_hub_name,
+    parse_address,
+)
 from mergepipe_pipeline.storage.chain import NAME
-from mergepipe_pipeline.storage.hub_cache import cached_model
-from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.regular import text_of
 from mergepipe_pipeline.storage.roots import refuse_unmounted, why_unmounted
 from mergepipe_pipeline.warehouse import Warehouse
@@ -34,73 +44,187 @@ from mergepipe_pipeline.warehouse import Warehouse
 UNKNOWN_MODEL = "A model is neither a registered name nor a path that exists"
 
 
+@dataclass(frozen=True)
+class Places:
+    """Where the model texts of one recipe or command are looked up.
+
+    `folder` is the recipe's, where relative paths start besides the working directory. `pending`
+    need no look-up, by the text (`model@revision` with one) that names them: results of earlier
+    stages, and inputs of a merge that is replayed. `taken` maps names given here to their roots.
+    """
+
+    warehouse: Warehouse
+    folder: Path | None = None
+    pending: Mapping[str, Checkpoint] = field(default_factory=dict)
+    taken: dict[str, str] = field(default_factory=dict)
+
+    def of(self, ref: ModelRef) -> tuple[Checkpoint, ...]:
+        """The checkpoint of a reference, and the adapter's if it names one. Raises as `locate`."""
+        if ref.text in self.pending or self.has(ref.text):
+            return (self._looked_up(ref.text, None),)
+        model = self._looked_up(ref.model, ref.revision)
+        if ref.lora is None:
+            return (model,)
+        adapter = self._looked_up(ref.lora, ref.lora_revision)
+        if adapter.kind != "adapter":
+            raise CheckpointError(
+                "What stands behind the `+` is no adapter",
+                where=ref.text,
+                expected="a PEFT folder with adapter_config.json",
+                found=f"a {adapter.kind} checkpoint at {adapter.root}",
+                next_step="list the checkpoint as a model of its own",
+            )
+        return (model, adapter)
+
+    def has(self, text: str) -> bool:
+        """Whether a text as it stands is a registered name or a path."""
+        return any(map(os.path.exists, self._paths(text))) or text in self.warehouse.catalog
+
+    def locate(self, text: str, revision: str | None = None) -> Checkpoint:
+        """The checkpoint that a model text means, as its files are now; writes nothing.
+
+        A registered name wins over a path. A path may be absolute, below a named root
+        (`models:chat`), relative to the working directory or to `folder`, or an address
+        (`hf://org/model`, `s3://bucket/prefix`). A hub name (`org/model`) is looked up in the local
+        Hugging Face cache, then at the hub. What `pack --replace` moved away is found by its name,
+        and where it was. `revision` picks a version of a registered name, or a commit of the hub.
+        Raises CheckpointError when nothing fits, RemoteError for what cannot be reached,
+        CheckpointChangedError for a revision whose files were replaced.
+        """
+        roots = self.warehouse.roots
+        if text in self.warehouse.catalog:
+            return self._registered(text, revision)
+        if is_address(text):
+            return self._at_address(parse_address(text, revision))
+        place = roots.here(text) if roots.means(text) else text
+        for path in filter(os.path.exists, self._paths(place)):
+            checkpoint = self._opened(path.resolve())
+            _refuse_revision(checkpoint, revision)
+            return checkpoint
+        if why_unmounted(place):
+            refuse_unmounted(place)
+        found = self._cached(text, revision) or (None if revision else self._moved(place))
+        if found is not None:
+            return found
+        if is_hub_name(text) and not is_offline():
+            return self._on_hub(text, revision)
+        _refuse_landed(self.warehouse, text)
+        raise self._unknown(text)
+
+    def _looked_up(self, text: str, revision: str | None) -> Checkpoint:
+        pending = self.pending.get(text if revision is None else f"{text}@{revision}")
+        if pending is not None:
+            return pending
+        if text in self.pending:
+            raise CheckpointError(
+                "The result of a stage has no revisions",
+                where=f"{text}@{revision}",
+                expected="the stage's name alone, or another model",
+                found=f"the stage {text!r} of this file",
+                next_step="leave the revision out, or rename the stage if another model is meant",
+            )
+        checkpoint = self.locate(text, revision)
+        self.taken[checkpoint.name] = checkpoint.root
+        return checkpoint
+
+    def _paths(self, text: str) -> list[Path]:
+        return [f / expanded(text) for f in (Path.cwd(), self.folder) if f is not None]
+
+    def _opened(self, root: Path | str, text: str | None = None) -> Checkpoint:
+        return open_checkpoint(str(root), free_name(self.warehouse.catalog, root, self.taken, text))
+
+    def _registered(self, name: str, revision: str | None) -> Checkpoint:
+        catalog = self.warehouse.catalog
+        if revision is None:
+            root = catalog.root(name)
+            if is_address(root) and not root.startswith(f"{HUB}://"):  # commits never change
+                from mergepipe_pipeline.remote.servers import PINS
+
+                PINS.renewed(parse_address(root))
+            return _open_registered(self.warehouse, root, name)
+        return _as_registered(self.warehouse, _revision(catalog, name, revision), revision)
+
+    def _at_address(self, address: Address) -> Checkpoint:
+        """A model of the hub that lies whole in the hub's cache on this machine is read there."""
+        from mergepipe_pipeline.remote.servers import PINS  # imported late: few merges need it
+
+        is_hub = address.scheme == HUB
+        if is_hub and is_offline():
+            folder = cached_model(address.place, address.revision)
+            if folder is not None:
+                return self._opened(folder, address.name)
+        root = PINS.renewed(address).listing.root
+        cached = cached_model(address.place, root.rpartition("@")[2]) if is_hub else None
+        if cached is not None and is_complete(str(cached)) is None:
+            root = str(cached)
+        return self._opened(root, address.name)
+
+    def _on_hub(self, text: str, revision: str | None) -> Checkpoint:
+        try:
+            return self._at_address(Address(HUB, text, revision))
+        except RemoteError as error:
+            meant = self._suggested_path(text)
+            raise CheckpointError(
+                "A model is neither a registered name, nor a path that exists, nor one that the "
+                "hub gives",
+                where=text if revision is None else f"{text}@{revision}",
+                expected="one of the names of `mergepipe ls`, a folder with safetensors, or "
+                "org/model",
+                found=f"no such name, nothing at {text!r}{meant}; the hub: {error.what}: "
+                f"{error.found}",
+                next_step=f"correct the path; {error.next_step}" if meant else error.next_step,
+            ) from error
+
+    def _cached(self, text: str, revision: str | None) -> Checkpoint | None:
+        """A model in the hub's cache; None for one that is incomplete while the hub has it all."""
+        folder = cached_model(text, revision)
+        try:
+            return None if folder is None else self._opened(folder, text)
+        except IncompleteCheckpointError:
+            if is_offline():
+                raise
+            return None
+
+    def _moved(self, text: str) -> Checkpoint | None:
+        """What was at a path and was moved away, under the name by which it is registered."""
+        for root in map(os.path.realpath, self._paths(text)):
+            record = away_from(self.warehouse, root)
+            if record is not None:
+                plain = free_name(self.warehouse.catalog, root, {})
+                is_known = plain in self.warehouse.catalog
+                return open_away(self.warehouse, record, plain if is_known else record.name)
+        return None
+
+    def _suggested_path(self, text: str) -> str:
+        """`; did you mean …?` for a path whose folder is there and holds one of a similar name."""
+        parent = text[: text.rfind("/") + 1]
+        for folder in self._paths(parent) if parent else ():
+            with suppress(OSError):
+                names = [f"{parent}{text_of(p.name)}" for p in folder.iterdir() if p.is_dir()]
+                if suggestion := suggest(text, names):
+                    return suggestion
+        return ""
+
+    def _unknown(self, text: str) -> CheckpointError:
+        suggestion = suggest(text, self.warehouse.catalog.names()) or self._suggested_path(text)
+        return CheckpointError(
+            UNKNOWN_MODEL,
+            where=text,
+            expected="a folder with safetensors, a model in the Hugging Face cache, an address "
+            "like hf://org/model or s3://bucket/prefix, or one of the names of `mergepipe ls`",
+            found=f"no such name, and nothing at {text!r}{suggestion}",
+            next_step=f"check the path; of several adapters on one model, {ONE_BY_ONE}"
+            if text.count("+") > 1
+            else "check the spelling, or give the model's folder or address",
+        )
+
+
 def locate_registered(warehouse: Warehouse, text: str) -> Registration:
     """The registration that a model text means, brought up to date with the files.
 
-    See `locate_checkpoint`.
+    See `Places.locate`.
     """
-    return warehouse.catalog.register(locate_checkpoint(warehouse, text), None)
-
-
-def locate_checkpoint(
-    warehouse: Warehouse,
-    text: str,
-    relative_to: Path | None = None,
-    taken: Mapping[str, str] | None = None,
-    revision: str | None = None,
-) -> Checkpoint:
-    """The checkpoint that a model text means, as its files are now; writes nothing.
-
-    A registered name wins over a path. A path may be absolute, below a named root (`models:chat`),
-    relative to the working directory or to `relative_to` (the recipe's folder), or an address
-    (`hf://org/model`, `s3://bucket/prefix`). A hub name (`org/model`) is looked up in the local
-    Hugging Face cache, then at the hub. What `pack --replace` moved away is found by its name, and
-    where it was. `revision` picks a version of a registered name, or a commit of the hub. `taken`
-    maps names given but not registered yet to their roots. Raises CheckpointError when nothing
-    fits, RemoteError for what cannot be reached, CheckpointChangedError for a revision whose files
-    were replaced.
-    """
-    catalog = warehouse.catalog
-    if text in catalog:
-        if revision is None:
-            look_again(catalog.root(text))
-            return _open_registered(warehouse, catalog.root(text), text)
-        return _as_registered(warehouse, _revision(catalog, text, revision), revision)
-    if is_address(text):
-        return at_address(catalog, parse_address(text, revision), taken or {})
-    place = warehouse.roots.here(text) if warehouse.roots.means(text) else text
-    for folder in (Path.cwd(), relative_to):
-        if folder is not None and os.path.exists(folder / expanded(place)):
-            root = (folder / expanded(place)).resolve()
-            checkpoint = open_checkpoint(str(root), free_name(catalog, root, taken or {}))
-            _refuse_revision(checkpoint, revision)
-            return checkpoint
-    if why_unmounted(place):
-        refuse_unmounted(place)
-    cached = _cached(catalog, text, revision, taken or {})
-    if cached is not None:
-        return cached
-    moved = _moved(warehouse, place, relative_to) if revision is None else None
-    if moved is not None:
-        return moved
-    near = partial(_near_path, text, relative_to)
-    if is_hub_name(text) and not is_offline():
-        return on_hub(catalog, text, revision, taken or {}, near)
-    _refuse_landed(warehouse, text)
-    raise _unknown(catalog, text, near())
-
-
-def _refuse_landed(warehouse: Warehouse, text: str) -> None:
-    """Raise CheckpointError for the name of a folder of the inbox, which says why it waits."""
-    folder = warehouse.inbox / text
-    if NAME.fullmatch(text) and os.path.exists(folder):
-        open_checkpoint(str(folder), text)
-        raise CheckpointError(
-            "A model lies in the inbox and is not indexed yet",
-            where=str(folder),
-            next_step="let `mergepipe ui` index it, or register it: `mergepipe register "
-            f"{folder} --name {text}`",
-        )
+    return warehouse.catalog.register(Places(warehouse).locate(text), None)
 
 
 def registered_version(catalog: Catalog, text: str) -> Checkpoint:
@@ -127,78 +251,18 @@ def registered_version(catalog: Catalog, text: str) -> Checkpoint:
     return _revision(catalog, ref.model, ref.revision)
 
 
-def _near_path(text: str, relative_to: Path | None) -> str:
-    """`; did you mean …?` for a path whose folder is there and holds a folder of a near name."""
-    parent = text[: text.rfind("/") + 1]
-    for folder in (Path.cwd(), relative_to) if parent else ():
-        if folder is None:
-            continue
-        with suppress(OSError):
-            places = (p for p in (folder / expanded(parent)).iterdir() if p.is_dir())
-            if near := suggest(text, [f"{parent}{text_of(p.name)}" for p in places]):
-                return near
-    return ""
-
-
-def _unknown(catalog: Catalog, text: str, near: str) -> CheckpointError:
-    return CheckpointError(
-        UNKNOWN_MODEL,
-        where=text,
-        expected="a folder with safetensors, a model in the Hugging Face cache, an address like "
-        "hf://org/model or s3://bucket/prefix, or one of the names of `mergepipe ls`",
-        found=f"no such name, and nothing at {text!r}{suggest(text, catalog.names()) or near}",
-        next_step=f"check the path; of several adapters on one model, {ONE_BY_ONE}"
-        if text.count("+") > 1
-        else "check the spelling, or give the model's folder or address",
-    )
-
-
-def _open_registered(warehouse: Warehouse, root: str, name: str) -> Checkpoint:
-    """What is at the root of a registered name. Raises CheckpointError, also where it is gone."""
-    is_gone = "://" not in root and not os.path.exists(root)
-    if is_gone and away_from(warehouse, root) is None:
-        raise CheckpointError(
-            "The folder of a registered checkpoint is gone",
-            where=f"{name}, registered at {root}",
-            expected="a folder with safetensors files",
-            found="nothing at this path that may be read",
-            next_step="put it back, or say where it is now: "
-            f"`mergepipe register NEWPATH --name {name}`",
-        )
-    return open_root(warehouse, root, name)
-
-
-def _cached(
-    catalog: Catalog, text: str, revision: str | None, taken: Mapping[str, str]
-) -> Checkpoint | None:
-    """A model in the hub's cache; None if it is absent, or incomplete while the hub has all of it.
-
-    Raises CheckpointError.
-    """
-    folder = cached_model(text, revision)
-    if folder is None:
-        return None
-    try:
-        return open_checkpoint(str(folder), free_name(catalog, folder, taken, text))
-    except IncompleteCheckpointError:
-        if is_offline():
-            raise
-        return None
-
-
-def exists(warehouse: Warehouse, text: str, relative_to: Path | None = None) -> bool:
-    """Whether a text as it stands is a registered name or a path."""
-    folders = [f for f in (Path.cwd(), relative_to) if f is not None]
-    is_path = any(os.path.exists(folder / expanded(text)) for folder in folders)
-    return is_path or text in warehouse.catalog
-
-
 def expanded(path: str | Path) -> Path:
     """The path with `~` replaced; as it is where there is no such user."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
         return Path(path)
+
+
+def is_offline() -> bool:
+    """Whether the hub is not to be asked, as huggingface_hub understands it."""
+    setting = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
+    return setting.upper() in ("1", "ON", "YES", "TRUE")
 
 
 def names_here(warehouse: Warehouse) -> list[str]:
@@ -233,16 +297,67 @@ def expected_place(warehouse: Warehouse, name: str, root: str) -> Path:
     return link if is_withdrawn else Path(root)
 
 
-def _moved(warehouse: Warehouse, text: str, relative_to: Path | None) -> Checkpoint | None:
-    """What was at a path and was moved away, under the name by which it is registered."""
-    for folder in (Path.cwd(), relative_to):
-        root = folder and os.path.realpath(folder / expanded(text))
-        record = away_from(warehouse, root) if root else None
-        if root and record is not None:
-            plain = free_name(warehouse.catalog, Path(root), {})
-            is_known = plain in warehouse.catalog
-            return open_away(warehouse, record, plain if is_known else record.name)
-    return None
+def free_name(
+    catalog: Catalog, root: Path | str, taken: Mapping[str, str], text: str | None = None
+) -> str:
+    """The folder's name (or `text`), or with a digest of the path if another checkpoint has it.
+
+    The path is the recorded one: names are part of ids, which are the same on all machines. A model
+    of the hub keeps its name whatever the commit, but for two of them in one recipe (`taken`).
+    A name has letters A to Z, digits and `._-`, as models of the hub: letters lose their accents.
+    """
+    path = Path(root)
+    plain = _plain(text or (path.stem if os.path.isfile(path) else path.name))
+    owner, own_root = taken.get(plain), str(root)
+    if owner is None and plain in catalog:
+        owner, own_root = _unpinned(catalog.root(plain)), _unpinned(own_root)
+    if owner not in (None, own_root):
+        return f"{plain}-{sha256_hex(catalog.roots.recorded(str(root)).encode())[:6]}"
+    return plain
+
+
+def _plain(text: str) -> str:
+    letters = "".join(
+        c for c in unicodedata.normalize("NFKD", text) if not unicodedata.combining(c)
+    )
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", letters).lstrip(".-_")
+    return plain or f"checkpoint-{sha256_hex(os.fsencode(text))[:6]}"
+
+
+def _unpinned(root: str) -> str:
+    """An address without its commit; any other root as it is."""
+    if not is_address(root):
+        return root
+    address = parse_address(root)
+    return f"{address.scheme}://{address.place}"
+
+
+def _refuse_landed(warehouse: Warehouse, text: str) -> None:
+    """Raise CheckpointError for the name of a folder of the inbox, which says why it waits."""
+    folder = warehouse.inbox / text
+    if NAME.fullmatch(text) and os.path.exists(folder):
+        open_checkpoint(str(folder), text)
+        raise CheckpointError(
+            "A model lies in the inbox and is not indexed yet",
+            where=str(folder),
+            next_step="let `mergepipe ui` index it, or register it: `mergepipe register "
+            f"{folder} --name {text}`",
+        )
+
+
+def _open_registered(warehouse: Warehouse, root: str, name: str) -> Checkpoint:
+    """What is at the root of a registered name. Raises CheckpointError, also where it is gone."""
+    is_gone = "://" not in root and not os.path.exists(root)
+    if is_gone and away_from(warehouse, root) is None:
+        raise CheckpointError(
+            "The folder of a registered checkpoint is gone",
+            where=f"{name}, registered at {root}",
+            expected="a folder with safetensors files",
+            found="nothing at this path that may be read",
+            next_step="put it back, or say where it is now: "
+            f"`mergepipe register NEWPATH --name {name}`",
+        )
+    return open_root(warehouse, root, name)
 
 
 def _as_registered(warehouse: Warehouse, registered: Checkpoint, revision: str) -> Checkpoint:

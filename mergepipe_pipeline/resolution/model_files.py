@@ -1,37 +1,51 @@
-"""What stands beside the weights of a result: whose config, with which changes, which tokenizer.
+"""What stands beside the weights of a result: config, tokenizer, ids of tokens, and what is lost.
 
 The recipe, the models' configs and the output's tensors decide; `execution.assemble` writes.
 """
 
 from __future__ import annotations
 
-from base64 import b64encode
-from collections.abc import Callable, Mapping, Sequence
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.layers import embedding_like, is_post
 from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.model_config import config_places
 from mergepipe_pipeline.domain.plan import ConfigValue
 from mergepipe_pipeline.domain.recipe import Recipe
-from mergepipe_pipeline.errors import IncompleteCheckpointError
+from mergepipe_pipeline.errors import CheckpointError, IncompleteCheckpointError
 from mergepipe_pipeline.planner.plan_builder import Side
 from mergepipe_pipeline.remote.address import is_address
-from mergepipe_pipeline.resolution.layer_config import (
-    config_of,
-    config_places,
-    layer_changes,
-)
+from mergepipe_pipeline.resolution.layer_config import layer_changes
 from mergepipe_pipeline.resolution.plain_numbers import stale_settings
-from mergepipe_pipeline.resolution.vocabulary_tables import size_changes
-from mergepipe_pipeline.storage.side_files import side_files
+from mergepipe_pipeline.resolution.vocabulary import size_changes
+from mergepipe_pipeline.storage.json_text import json_bytes, load_object
+from mergepipe_pipeline.storage.side_files import (
+    is_module,
+    pickled_modules,
+    side_files,
+    side_sha256,
+    side_stamps,
+)
 from mergepipe_pipeline.storage.source import open_source
+from mergepipe_pipeline.text import listed
+from mergepipe_pipeline.tokenizer.build import TokenizerBuild
+from mergepipe_pipeline.tokenizer.builtin import BUILT_IN, ENDS
 from mergepipe_pipeline.tokenizer.chat import chat_template, with_chat_template
+from mergepipe_pipeline.tokenizer.chat import template_of as chat_template_of
+from mergepipe_pipeline.tokenizer.model_tokenizer import (
+    CONFIG as TOKENIZER_CONFIG,
+)
 from mergepipe_pipeline.tokenizer.model_tokenizer import (
     ModelTokenizer,
+    json_object,
     of_tokenizer,
     read_tokenizer,
 )
+from mergepipe_pipeline.tokenizer.special_ids import GENERATION, Statement, followed, statement_of
 
 #: Files that each are a tokenizer's vocabulary.
 _VOCABULARIES = frozenset(
@@ -164,7 +178,7 @@ def tokenizer_of(model: Model, n_rows: int) -> ModelTokenizer:
 def _config(
     recipe: Recipe, models: Sequence[Model], template: int
 ) -> list[tuple[str, ConfigValue]]:
-    config = config_of(models[template])
+    config = models[template].stated
     changes = [*models[template].becomes, *layer_changes(recipe, models, template)]
     changes += size_changes(recipe, models, template, config)
     if _must_untie(recipe, models, config):
@@ -184,4 +198,187 @@ def _must_untie(recipe: Recipe, models: Sequence[Model], config: Mapping[str, An
     if not has_head or config.get("tie_word_embeddings") is False:
         return False
     used = {i.model for t in recipe.tensors for i in t.inputs}
-    return any(config_of(models[m]).get("tie_word_embeddings") is False for m in used)
+    return any(models[m].stated.get("tie_word_embeddings") is False for m in used)
+
+
+#: Files with an `auto_map`; each names classes as `module.Class`.
+_MAPPED = ("preprocessor_config.json", "processor_config.json", TOKENIZER_CONFIG)
+_MOST_NAMED = 12
+
+
+def beside_warnings(recipe: Recipe, models: Sequence[Model], side: Side) -> tuple[str, ...]:
+    """A warning for code that the result needs, and one for each adapter's tokenizer left aside."""
+    template = models[side.template].checkpoint
+    used = {i.model for t in recipe.tensors for i in t.inputs}
+    out = [*_code(template), *_modules(template, [models[n] for n in sorted(used)])]
+    if recipe.tokenizer is None:
+        for number in used if len(used) == 1 else ():
+            out += _adapters_tokenizer(recipe.models[number].text, models[number], template)
+    return tuple(out)
+
+
+def _code(template: Checkpoint) -> Iterator[str]:
+    """Names the files of Python that the template's `auto_map`s name: none is copied."""
+    documents = [template.stated]
+    if not is_address(template.root):
+        files = files_of(template, _MAPPED.__contains__)
+        documents += [load_object(data, f"{template.root}, {n}", n) for n, data in files.items()]
+    classes = [text for document in documents for text in _texts(document.get("auto_map"))]
+    # `repository--module.Class` is fetched from there.
+    modules = [c.rpartition(".")[0] for c in classes if "--" not in c]
+    names = dict.fromkeys(f"{module}.py" for module in modules if module)
+    if names:
+        yield (
+            f"the result needs code of its own (auto_map), which is not copied: put "
+            f"{listed(list(names), _MOST_NAMED)} from {template.root} beside its weights, with the "
+            "files that they import, if you trust them"
+        )
+
+
+def _modules(template: Checkpoint, models: Sequence[Model]) -> Iterator[str]:
+    """Names the modules of sentence-transformers that others have otherwise: none is merged."""
+    if is_address(template.root):
+        return
+    with open_source(template.root) as source:
+        pickled = pickled_modules(source)
+    if pickled:
+        yield (
+            f"{listed(pickled, _MOST_NAMED)} of {template.name} is pickled and not copied: write "
+            "it as model.safetensors in the same folder, or put it beside the result"
+        )
+    own = _module_digests(template)
+    for model in models if own else ():
+        others = _module_digests(model.checkpoint)
+        differing = [name for name, digest in own.items() if others.get(name, digest) != digest]
+        if differing:
+            yield (
+                f"{model.name} has other {listed(differing, _MOST_NAMED)} than {template.name}: "
+                f"modules beside the weights are not merged, and the result has those of "
+                f"{template.name}"
+            )
+
+
+def _module_digests(checkpoint: Checkpoint) -> dict[str, str]:
+    """SHA-256 of each file of the modules beside a model, by name."""
+    if is_address(checkpoint.root):
+        return {}
+    with open_source(checkpoint.root) as source:
+        return {
+            stamp.file: side_sha256(source, stamp)
+            for stamp in side_stamps(source, checkpoint.root)
+            if is_module(stamp.file)
+        }
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a value of JSON."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _texts(part)
+
+
+def _adapters_tokenizer(text: str, model: Model, template: Checkpoint) -> Iterator[str]:
+    """Says that an adapter brings another tokenizer or other ends than the result has."""
+    for adapter in model.checkpoints:
+        if adapter.kind != "adapter" or adapter is template or is_address(adapter.root):
+            continue
+        try:
+            own, others = (_described(c) for c in (adapter, template))
+        except CheckpointError:  # what is not used is no reason to refuse
+            continue
+        differing = [what for what, value in own.items() if value and value != others[what]]
+        if differing:
+            yield (
+                f"{adapter.name} brings its own {', '.join(differing)}, which the result has not; "
+                f"`tokenizer_source: {text}` takes what the adapter has"
+            )
+
+
+def _described(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What of a folder's tokenizer and ends matters, by how messages call it."""
+    files = files_of(checkpoint, lambda name: of_tokenizer(name) or name == GENERATION)
+    tokenizer = read_tokenizer(checkpoint.name, files, 1 << 62)
+    return {
+        "vocabulary": tokenizer.vocab,
+        "chat template": chat_template_of(tokenizer),
+        "end tokens": json_object(files, GENERATION, checkpoint.name).get("eos_token_id"),
+    }
+
+
+_UNBOUNDED = 1 << 62
+
+
+def with_ids(
+    side: Side, recipe: Recipe, models: Sequence[Model], build: TokenizerBuild | None
+) -> tuple[Side, tuple[str, ...]]:
+    """The side with the ids of the output's tokens in both configs, and warnings.
+
+    `models` are as their files have them. Raises IncompatibleCheckpointsError for an id that the
+    output needs and has no token for, CheckpointError for files that cannot be read.
+    """
+    if side.files is None:
+        return side, ()
+    lead = recipe.base or 0
+    asked = recipe.tokenizer.source if recipe.tokenizer else side.template
+    source = lead if asked == "union" else asked
+    ending, is_built_in = _ending(side, recipe, models, source)
+    if build is None and ending == side.template and not is_built_in:
+        return side, ()
+    numbers = (source, ending)
+    try:
+        lead_tokenizer = tokenizer_of(models[lead if build else side.template], _UNBOUNDED)
+        template = models[side.template].checkpoint
+        owners = [tokenizer_owner(models[m]) if build else models[m].checkpoint for m in numbers]
+        said = {id(c): _statement(c, lead_tokenizer) for c in (template, *owners)}
+        own, by_source, by_ending = (said[id(c)] for c in (template, *owners))
+    except CheckpointError as error:
+        if build is not None:
+            raise
+        return side, (f"chat_template: which tokens end a text is left as it is: {error}",)
+    vocab, n_rows = lead_tokenizer.vocab, _UNBOUNDED
+    if build is not None:
+        vocab, n_rows = build.vocab, build.n_rows
+    told = _built_in_ends(recipe, by_ending, vocab) if is_built_in else ()
+    if build is None and is_built_in:
+        return side, told
+    new = followed(own, by_source, by_ending, vocab, n_rows)
+    files = dict(side.files)
+    if new.generation is not None:
+        files[GENERATION] = b64encode(json_bytes(new.generation)).decode()
+    config = (*side.config, *new.config)
+    return replace(side, config=config, files=tuple(sorted(files.items()))), (*new.warnings, *told)
+
+
+def _ending(side: Side, recipe: Recipe, models: Sequence[Model], source: int) -> tuple[int, bool]:
+    """The model whose template the output has, and whether that is a built-in one instead."""
+    if recipe.chat_template is None:
+        return source, False
+    files = {name: b64decode(text) for name, text in side.files or ()}
+    text = chat_template_of(ModelTokenizer("output", files, 0, {}, ()))
+    for m in dict.fromkeys((source, side.template, *range(len(models)))):
+        own = ModelTokenizer(models[m].name, tokenizer_files_of(models[m]), 0, {}, ())
+        if (chat_template_of(own) or "").strip() == (text or "").strip():
+            return m, False
+    return source, recipe.chat_template in BUILT_IN
+
+
+def _statement(checkpoint: Checkpoint, lead: ModelTokenizer) -> Statement:
+    files = files_of(checkpoint, lambda name: of_tokenizer(name) or name == GENERATION)
+    tokenizer = read_tokenizer(checkpoint.name, files, _UNBOUNDED)
+    lead = tokenizer if tokenizer.plain else lead
+    return statement_of(lead, checkpoint.name, checkpoint.stated, files)
+
+
+def _built_in_ends(recipe: Recipe, said: Statement, vocab: Mapping[str, int]) -> tuple[str, ...]:
+    """A warning where a built-in template ends turns with a token that ends no text."""
+    token = ENDS.get(recipe.chat_template or "")
+    ends = said.ends()
+    if token is None or vocab.get(token, -1) in (ends if isinstance(ends, list) else [ends]):
+        return ()
+    place = f"with id {vocab[token]} is not among these" if token in vocab else "is no token of it"
+    return (
+        f"chat_template: {recipe.chat_template} ends turns with {token}; the result stops at "
+        f"{ends}, and {token} {place}: generation goes on after a turn",
+    )

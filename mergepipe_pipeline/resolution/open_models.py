@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
+from mergepipe_pipeline.checkpoints.adapter import Tied, adapter_views, delta_views
+from mergepipe_pipeline.checkpoints.header import tensor_order
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.layers import embedding_like, is_post, tied_partner
 from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.model_config import ties_head
 from mergepipe_pipeline.domain.recipe import ModelRef
-from mergepipe_pipeline.domain.tied_head import ties_head
 from mergepipe_pipeline.domain.view import LowRank, TensorView, moved, view_of
 from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.errors import (
@@ -22,15 +23,15 @@ from mergepipe_pipeline.errors import (
     IncompatibleCheckpointsError,
     MergePipeError,
 )
-from mergepipe_pipeline.resolution.aliases import with_names_of
-from mergepipe_pipeline.resolution.expert_layout import (
+from mergepipe_pipeline.resolution.alignment import (
     FUSED,
     in_one_layout,
     laid_out,
     updates_fused,
+    with_names_of,
 )
 from mergepipe_pipeline.resolution.fit import refuse_unplaced
-from mergepipe_pipeline.resolution.locate import exists, locate_checkpoint
+from mergepipe_pipeline.resolution.locate import Places
 from mergepipe_pipeline.resolution.plain_numbers import (
     coded_error,
     coded_part,
@@ -38,23 +39,15 @@ from mergepipe_pipeline.resolution.plain_numbers import (
     refuse_coded,
 )
 from mergepipe_pipeline.resolution.task_heads import as_classifier, refuse_language_base
-from mergepipe_pipeline.storage.adapter import Tied, adapter_views, delta_views
-from mergepipe_pipeline.storage.header import tensor_order
-from mergepipe_pipeline.warehouse import Warehouse
 
-#: Models that need no look-up, by the text (`model@revision` with one) that names them: results of
-#: earlier stages, which are not there yet, and inputs of a merge that is replayed.
-Pending = Mapping[str, Checkpoint]
 #: Adds to an error which model it is about.
 Placed = Callable[[MergePipeError, ModelRef], MergePipeError]
 
 
 def open_models(
-    warehouse: Warehouse,
+    places: Places,
     references: Sequence[ModelRef],
     base: int | None,
-    relative_to: Path | None,
-    pending: Pending,
     problems: list[MergePipeError],
     placed: Placed = lambda error, ref: error,
     not_aligned: Collection[int] = (),
@@ -65,20 +58,40 @@ def open_models(
     is `not_aligned`: a slice then merges it on other tensors than the base's own. Adds one problem
     per reference that cannot be opened, as `placed` gives it.
     """
-    opener = _Opener(warehouse, relative_to, pending)
-    opened: list[tuple[Checkpoint, ...] | None] = []
+    opened: list[tuple[Checkpoint, ...]] = []
     for ref in references:
         try:
-            opened.append(opener.open(ref))
+            opened.append(places.of(ref))
         except MergePipeError as error:
             problems.append(placed(error, ref))
-            opened.append(None)
     if problems:
         return []
-    groups = [c for c in opened if c is not None]
+    return _models_of(opened, base, problems, [r.text for r in references], not_aligned)
+
+
+def open_pair(expert: Checkpoint, base: Checkpoint) -> tuple[Model, Model]:
+    """Two registered checkpoints as models, the first on the second. Raises as opening does."""
+    problems: list[MergePipeError] = []
+    models = _models_of([(expert,), (base,)], 1, problems, [expert.name, base.name])
+    if problems:
+        raise problems[0]
+    if not models[0].is_partial:
+        refuse_coded(models)
+    refuse_unplaced(models[0], models[1])
+    return models[0], models[1]
+
+
+def _models_of(
+    groups: Sequence[tuple[Checkpoint, ...]],
+    base: int | None,
+    problems: list[MergePipeError],
+    texts: Sequence[str],
+    not_aligned: Collection[int] = (),
+) -> list[Model]:
+    """The models of checkpoints with their adapters, aligned; empty if there are problems."""
     models: list[Model] = []
     try:
-        base_model = None if base is None else _base_model(references[base].text, groups[base])
+        base_model = None if base is None else _base_model(texts[base], groups[base])
     except MergePipeError as error:
         problems.append(error)
         return []
@@ -107,52 +120,6 @@ def _aligned(
         # Codes do not stack as weights do, and it helps nobody to lay them out otherwise.
         problems.append(coded_problem(models) or error)
         return []
-
-
-class _Opener:
-    def __init__(self, warehouse: Warehouse, relative_to: Path | None, pending: Pending) -> None:
-        self._warehouse, self._relative_to, self._pending = warehouse, relative_to, pending
-        self._taken: dict[str, str] = {}
-
-    def open(self, ref: ModelRef) -> tuple[Checkpoint, ...]:
-        """The checkpoint of a reference, and the adapter's if it names one."""
-        if ref.text in self._pending or exists(self._warehouse, ref.text, self._relative_to):
-            return (self._look(ref.text, None),)
-        model = self._look(ref.model, ref.revision)
-        if ref.lora is None:
-            return (model,)
-        adapter = self._look(ref.lora, ref.lora_revision)
-        if adapter.kind != "adapter":
-            raise CheckpointError(
-                "What stands behind the `+` is no adapter",
-                where=ref.text,
-                expected="a PEFT folder with adapter_config.json",
-                found=f"a {adapter.kind} checkpoint at {adapter.root}",
-                next_step="list the checkpoint as a model of its own",
-            )
-        return (model, adapter)
-
-    def _look(self, text: str, revision: str | None) -> Checkpoint:
-        pending = self._pending.get(text if revision is None else f"{text}@{revision}")
-        if pending is not None:
-            return pending
-        if text in self._pending:
-            raise _no_revision(text, revision)
-        checkpoint = locate_checkpoint(
-            self._warehouse, text, self._relative_to, self._taken, revision
-        )
-        self._taken[checkpoint.name] = checkpoint.root
-        return checkpoint
-
-
-def _no_revision(stage: str, revision: str | None) -> CheckpointError:
-    return CheckpointError(
-        "The result of a stage has no revisions",
-        where=f"{stage}@{revision}",
-        expected="the stage's name alone, or another model",
-        found=f"the stage {stage!r} of this file",
-        next_step="leave the revision out, or rename the stage if another model is meant",
-    )
 
 
 def _base_model(text: str, checkpoints: tuple[Checkpoint, ...]) -> Model:
@@ -232,7 +199,7 @@ def _tied(model: Model) -> Tied | None:
     """A model's embedding with the head that its config makes the same, stored or not."""
     names = [n for n in model.views if embedding_like(n) and n.endswith(".weight")]
     embeddings = [n for n in names if not is_post(n)]
-    if model.unties or len(embeddings) != 1 or not ties_head(model.config):
+    if model.unties or len(embeddings) != 1 or not ties_head(model.stated):
         return None
     stored = [n for n in names if is_post(n)]
     (name,) = embeddings
@@ -358,16 +325,3 @@ def _as_stored(model: Model) -> Model:
     """A whole model as its file has it; the same object if nothing was done to it."""
     first, *adapters = model.checkpoints
     return _full(first) if adapters or model.variant else model
-
-
-def open_pair(warehouse: Warehouse, expert: str, base: str) -> tuple[Model, Model]:
-    """Two registered checkpoints as models, the first on the second. Raises as opening does."""
-    problems: list[MergePipeError] = []
-    references = [ModelRef(expert, expert), ModelRef(base, base)]
-    models = open_models(warehouse, references, 1, None, {}, problems)
-    if problems:
-        raise problems[0]
-    if not models[0].is_partial:
-        refuse_coded(models)
-    refuse_unplaced(models[0], models[1])
-    return models[0], models[1]

@@ -6,20 +6,20 @@ compute with it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.model_config import QUANTISATION_KEYS, config_places
+from mergepipe_pipeline.domain.output import is_computed
 from mergepipe_pipeline.domain.recipe import Recipe, TensorRecipe
-from mergepipe_pipeline.domain.stored_form import CONFIG_KEYS, StoredForm
+from mergepipe_pipeline.domain.stored_form import StoredForm
 from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError
 from mergepipe_pipeline.planner.parts import out_dtype
 from mergepipe_pipeline.recipe.checks import base_takes_part
 from mergepipe_pipeline.recipe.structure import ParsedRecipe
-from mergepipe_pipeline.resolution.model_problems import placed_in
-from mergepipe_pipeline.resolution.recipe_text import SCHEMAS
+from mergepipe_pipeline.resolution.recipe_text import SCHEMAS, placed_in
 
 
 def refuse_coded_models(parsed: ParsedRecipe, models: Sequence[Model]) -> None:
@@ -87,14 +87,7 @@ def stale_settings(recipe: Recipe, models: Sequence[Model], template: Checkpoint
     """The places of the template's config that say how weights were quantised, where none is."""
     if is_coded(recipe, models):
         return []
-    config = json.loads(template.config or "{}")
-    parts = {"": config, "text_config.": config.get("text_config")}
-    return [
-        f"{above}{key}"
-        for above, part in parts.items()
-        for key in CONFIG_KEYS
-        if isinstance(part, dict) and key in part
-    ]
+    return config_places(template.stated, QUANTISATION_KEYS)
 
 
 def coded_part(
@@ -136,12 +129,8 @@ def _sources(t: TensorRecipe, models: Sequence[Model]) -> Iterator[tuple[Model, 
 
 def _is_computed(recipe: Recipe, t: TensorRecipe, models: Sequence[Model]) -> bool:
     """Whether there is arithmetic in an output: any method's but an unscaled passthrough of one."""
-    if not t.inputs:
-        return False
-    if recipe.method != "passthrough" or dict(t.inputs[0].params).get("scale", 1) != 1:
-        return True
-    view = models[t.inputs[0].model].views[t.inputs[0].tensor]
-    return view.low_rank is not None or view.is_delta
+    views = [models[i.model].views[i.tensor] for i in t.inputs[:1]]
+    return is_computed(recipe.method, t) or any(v.low_rank or v.is_delta for v in views)
 
 
 def _cast(model: Model, view: TensorView, form: StoredForm) -> IncompatibleCheckpointsError:

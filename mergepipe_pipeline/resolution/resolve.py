@@ -6,7 +6,7 @@ From headers alone: no weight is read, nothing is written.
 from __future__ import annotations
 
 from base64 import b64decode
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,13 +14,14 @@ from typing import TypedDict, Unpack
 
 from mergepipe_pipeline.contents.quarantine import quarantine_of
 from mergepipe_pipeline.contents.side_file_digests import refuse_changed_files
+from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.domain.layers import is_head
-from mergepipe_pipeline.domain.model import Model
-from mergepipe_pipeline.domain.recipe import Recipe
-from mergepipe_pipeline.domain.request import AS_WRITTEN, Request
-from mergepipe_pipeline.domain.tied_head import ties_head
+from mergepipe_pipeline.domain.model import Model, grid_for
+from mergepipe_pipeline.domain.model_config import ties_head
+from mergepipe_pipeline.domain.recipe import ModelRef, Recipe
+from mergepipe_pipeline.domain.request import AS_WRITTEN, Request, RequestedModel
 from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.errors import CheckpointError, MergePipeError, RecipeError
 from mergepipe_pipeline.operators import OPERATORS
@@ -30,26 +31,23 @@ from mergepipe_pipeline.recipe.budget import parse_budget, with_amount
 from mergepipe_pipeline.recipe.parse import ParsedRecipe, resolve_recipe
 from mergepipe_pipeline.recipe.schema import known_strategy
 from mergepipe_pipeline.resolution.alike import compute_alike
-from mergepipe_pipeline.resolution.beside import beside_warnings
 from mergepipe_pipeline.resolution.cost import Cost, estimate
-from mergepipe_pipeline.resolution.fit import misfits
-from mergepipe_pipeline.resolution.grid import grid_for
+from mergepipe_pipeline.resolution.fit import misfits, without
 from mergepipe_pipeline.resolution.layer_config import depth_of
-from mergepipe_pipeline.resolution.left_out import without
-from mergepipe_pipeline.resolution.locate import exists
+from mergepipe_pipeline.resolution.locate import Places
 from mergepipe_pipeline.resolution.model_files import (
+    beside_warnings,
     side_of,
     template_of,
+    with_ids,
     without_tokenizer,
 )
-from mergepipe_pipeline.resolution.model_problems import placed_in, several
 from mergepipe_pipeline.resolution.open_models import open_models, tied_updates
 from mergepipe_pipeline.resolution.plain_numbers import (
     refuse_coded_arithmetic,
     refuse_coded_models,
 )
-from mergepipe_pipeline.resolution.recipe_text import SCHEMAS
-from mergepipe_pipeline.resolution.token_ids import with_ids
+from mergepipe_pipeline.resolution.recipe_text import SCHEMAS, placed_in, several
 from mergepipe_pipeline.resolution.token_rows import Reindexer, build_for, with_own_matrices
 from mergepipe_pipeline.resolution.vocabulary import fit_rows
 from mergepipe_pipeline.snapshots.model_folder import config_json
@@ -125,7 +123,8 @@ def resolve(
     for stage in (*parsed.before, parsed):
         name = stage.stage or stage.name
         if failed & set(stage.stages_used):
-            problems += _lost_models(warehouse, stage, failed, pending, planning.get("relative_to"))
+            places = Places(warehouse, planning.get("relative_to"), pending)
+            problems += _lost_models(places, stage, failed)
             failed.add(name)
             continue
         try:
@@ -156,7 +155,8 @@ def resolve_stage(
     leave_out: Collection[str] = (),
 ) -> ResolvedRecipe:
     """As `resolve`, for one stage; `pending` are the results of earlier ones by name."""
-    recipe, models = open_stage(warehouse, parsed, {**(checkpoints or {}), **pending}, relative_to)
+    places = Places(warehouse, relative_to, {**(checkpoints or {}), **pending})
+    recipe, models = open_stage(places, parsed)
     recipe, models = with_own_matrices(*without(recipe, models, leave_out))
     fitted = _fit(warehouse, parsed, recipe, models)
     if no_packs:
@@ -173,7 +173,7 @@ def resolve_stage(
     warnings += [
         f"the stage {name!r} hides what else is called so: the model of that name or path"
         for name in parsed.stages_used
-        if exists(warehouse, name, relative_to)
+        if places.has(name)
     ]
     warnings += _kept_out(warehouse, models, pending)
     recipe = _as_asked(replace(recipe, warnings=tuple(warnings)), budget, strategy)
@@ -260,23 +260,16 @@ def _as_asked(recipe: Recipe, budget: str | None, strategy: str | None) -> Recip
     return recipe
 
 
-def open_stage(
-    warehouse: Warehouse,
-    parsed: ParsedRecipe,
-    pending: Mapping[str, Checkpoint],
-    relative_to: Path | None = None,
-) -> tuple[Recipe, list[Model]]:
-    """The recipe's output tensors with their inputs, and its models; opens what `pending` lacks.
+def open_stage(places: Places, parsed: ParsedRecipe) -> tuple[Recipe, list[Model]]:
+    """The recipe's output tensors with their inputs, and its models.
 
     Raises as `resolve` does, for what the models' structure alone can tell.
     """
     problems: list[MergePipeError] = []
     models = open_models(
-        warehouse,
+        places,
         parsed.references,
         parsed.base,
-        relative_to,
-        pending,
         problems,
         partial(placed_in, parsed),
         parsed.not_aligned,
@@ -289,7 +282,7 @@ def open_stage(
         raise several(problems, parsed)
     is_partial = [m.is_partial for m in models]
     depths = [depth_of(m) for m in models]
-    ties = [ties_head(m.config) for m in models]
+    ties = [ties_head(m.stated) for m in models]
     recipe = resolve_recipe(parsed, [m.views for m in models], SCHEMAS, is_partial, depths, ties)
     models = [_completed(m, n, recipe, models) for n, m in enumerate(models)]
     refuse_coded_arithmetic(recipe, models)
@@ -345,7 +338,7 @@ def _refuse_lost_head(recipe: Recipe, template: Model) -> None:
     """Raise RecipeError where the model that gives the config has a head, and the result none."""
     names = {t.name for t in recipe.tensors}
     lost = [n for n in template.views if is_head(n) and n not in names]
-    if lost and not ties_head(template.config):
+    if lost and not ties_head(template.stated):
         raise RecipeError(
             "The result lacks the head that its config is for",
             where=recipe.name,
@@ -365,16 +358,12 @@ def _validate(recipe: Recipe, models: Sequence[Model]) -> None:
 
 
 def _lost_models(
-    warehouse: Warehouse,
-    stage: ParsedRecipe,
-    failed: Collection[str],
-    pending: Mapping[str, Checkpoint],
-    relative_to: Path | None,
+    places: Places, stage: ParsedRecipe, failed: Collection[str]
 ) -> list[MergePipeError]:
     """What is wrong with the models of a stage that waits for one that has failed."""
     problems: list[MergePipeError] = []
     refs = [r for r in stage.references if r.model not in failed]
-    open_models(warehouse, refs, None, relative_to, pending, problems, partial(placed_in, stage))
+    open_models(places, refs, None, problems, partial(placed_in, stage))
     return [problem for problem in problems if isinstance(problem, CheckpointError)]
 
 
@@ -401,3 +390,38 @@ def _no_config(template: Model) -> list[str]:
         f"{template.name} has no config.json, and the result takes it from there: no library will "
         "load the result before one is put beside its weights"
     ]
+
+
+def requested(
+    resolved: ResolvedRecipe,
+    models: Sequence[Model],
+    digests: Sequence[Sequence[Mapping[str, str]]],
+    stages: Collection[str],
+) -> Request:
+    """The request of a checked recipe with its models, after those of the stages before it.
+
+    `digests` are by tensor, per model and checkpoint; the results of `stages` are no inputs.
+    """
+    contents = {
+        c.checkpoint_id: digest_json(dict(by_tensor))
+        for model, by_checkpoint in zip(models, digests, strict=True)
+        for c, by_tensor in zip(model.checkpoints, by_checkpoint, strict=True)
+    }
+    models_by_text = {m.text: m for m in resolved.request.models}
+    for ref, model in zip(resolved.recipe.models, resolved.originals, strict=True):
+        for text, c in zip(_texts(ref, len(model.checkpoints)), model.checkpoints, strict=True):
+            if text not in stages:
+                content = contents[c.checkpoint_id]
+                models_by_text[text] = RequestedModel(
+                    text, c.name, c.root, c.checkpoint_id, content
+                )
+    return replace(resolved.request, models=tuple(models_by_text.values()))
+
+
+def _texts(ref: ModelRef, count: int) -> Iterator[str]:
+    """What names each checkpoint of a model, as `Places.pending` has it."""
+    if count == 1:
+        yield ref.text
+        return
+    for text, revision in ((ref.model, ref.revision), (ref.lora, ref.lora_revision)):
+        yield f"{text}@{revision}" if revision else str(text)

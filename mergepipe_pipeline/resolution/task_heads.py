@@ -7,20 +7,19 @@ drawn at random in training and are saved nowhere.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from mergepipe_pipeline.checkpoints.adapter_config import CONFIG, parse_adapter_config
+from mergepipe_pipeline.checkpoints.adapter_names import find_changes, whole_name
 from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.domain.layers import embedding_like, is_post
 from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.domain.plan import ConfigValue
 from mergepipe_pipeline.domain.view import view_of
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError
-from mergepipe_pipeline.storage.adapter_config import CONFIG, parse_adapter_config
-from mergepipe_pipeline.storage.adapter_names import find_changes, whole_name
 
 #: The end of a class's name, by the task of an adapter's config.
 _CLASSES = {"SEQ_CLS": "ForSequenceClassification", "TOKEN_CLS": "ForTokenClassification"}
@@ -52,7 +51,7 @@ def as_classifier(model: Model, adapter: Checkpoint) -> Model:
     heads = _heads(adapter)
     if not heads:
         return model
-    text = json.loads(model.checkpoint.config or "{}")
+    text = model.checkpoint.stated
     changes: dict[str, ConfigValue] = {}
     rows = [e.shape[0] for n, e in heads.items() if len(e.shape) == 2 and "dense" not in n]
     if len(rows) == 1 and _n_labels(text) != rows[0]:
@@ -90,8 +89,7 @@ def refuse_language_base(base: Model, adapter: Checkpoint) -> None:
 
 def _heads(adapter: Checkpoint) -> dict[str, TensorEntry]:
     """The tensors of the classifier's head that an adapter keeps, by their names in the model."""
-    value = json.loads(adapter.adapter_config or "{}")
-    if not isinstance(value, dict) or value.get("task_type") not in _CLASSES:
+    if adapter.adapter_stated.get("task_type") not in _CLASSES:
         return {}
     names = ((whole_name(entry), entry) for entry in adapter.tensors)
     return {n: e for n, e in names if n is not None and n.partition(".")[0] in _COMPLETE}
@@ -105,7 +103,7 @@ def _n_labels(config: Mapping[str, Any]) -> int | None:
 def _class(model: Model, adapter: Checkpoint, config: Mapping[str, Any], head: str) -> str:
     kinds = config.get("architectures")
     kind = str(kinds[0]) if isinstance(kinds, list) and kinds else "no architecture"
-    task = json.loads(adapter.adapter_config or "{}")["task_type"]
+    task = adapter.adapter_stated["task_type"]
     module, model_type = head.partition(".")[0], str(config.get("model_type", ""))
     found = classifier_of(kind, model_type, module, task)
     if found is not None:

@@ -20,6 +20,10 @@ import numpy as np
 
 from mergepipe_pipeline.arrays import I64Array, U8Array
 from mergepipe_pipeline.catalog.seals import find_sealed, read_facts, write_sealed
+from mergepipe_pipeline.checkpoints.header import build_header, tensor_order
+from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
+from mergepipe_pipeline.checkpoints.reader import BlockReader
+from mergepipe_pipeline.checkpoints.stored import Verifier, as_float32, read_stored, torch_dtype
 from mergepipe_pipeline.contents.input_segments import checkpoint_inputs
 from mergepipe_pipeline.digest import digest_json, sha256_hex
 from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
@@ -31,14 +35,8 @@ from mergepipe_pipeline.domain.view import Part, RowValues, Run, TensorView, vie
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError
 from mergepipe_pipeline.resolution.model_files import tokenizer_of
-from mergepipe_pipeline.resolution.vocabulary_tables import embedding_rows, refuse_left_tables
-from mergepipe_pipeline.storage.header import build_header, tensor_order
-from mergepipe_pipeline.storage.json_text import load_object
-from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
-from mergepipe_pipeline.storage.reader import BlockReader
+from mergepipe_pipeline.resolution.vocabulary import embedding_rows, refuse_left_tables
 from mergepipe_pipeline.storage.source import open_source
-from mergepipe_pipeline.tensors.stored import as_float32, read_stored, torch_dtype
-from mergepipe_pipeline.tensors.verified import Verifier
 from mergepipe_pipeline.tokenizer.build import TokenizerBuild, build_tokenizer
 from mergepipe_pipeline.tokenizer.row_sources import ModelRows, Pairs
 from mergepipe_pipeline.warehouse import Warehouse
@@ -153,8 +151,7 @@ class Reindexer:
             stays = n_rows in (None, len(own)) and np.array_equal(own, np.arange(len(own)))
             if not stays and not model.is_partial:
                 root = model.checkpoint.root
-                config = load_object(model.checkpoint.config or "{}", root, "A model's config")
-                refuse_left_tables(names, n_rows, config, root)
+                refuse_left_tables(names, n_rows, model.checkpoint.stated, root)
 
     def _ends_early(self, m: int, name: str, rows: ModelRows, axis: int) -> bool:
         """Whether a table has no rows for some tokens of its model, and keeps those that it has.

@@ -1,16 +1,27 @@
-"""Makes the vocabulary matrices of all inputs fit: by the recipe's tokenizer, or by cropping.
+"""Crops the vocabulary matrices of all inputs until they fit, and finds tables of a vocabulary.
 
 Without `tokenizer:` rows are token ids and the base's count: what an expert has beyond them is left
 out, and what it lacks counts as the base's. Without a base all are cropped to the shortest.
+A table follows by its name. A tensor of another name with as many rows may be one too: the change
+is refused rather than left out there. Sizes in a config follow the tables that have them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from mergepipe_pipeline.domain.layers import beside_rows, vocabulary_axis
+from mergepipe_pipeline.domain.layers import (
+    beside_rows,
+    embedding_like,
+    is_embedding,
+    layer_index,
+    vocabulary_axis,
+)
 from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.plan import ConfigValue
 from mergepipe_pipeline.domain.recipe import Recipe, TensorRecipe
 from mergepipe_pipeline.domain.view import TensorView, cropped
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError, MergePipeError
@@ -83,3 +94,147 @@ def _misfit(
         found=str(list(views[at].shape)),
         next_step="use experts of this base, or another base_model",
     )
+
+
+#: Keys of configs that state a number of rows: that of the embedding, or of a table of layers.
+_SIZE_KEYS = frozenset(
+    {"vocab_size", "decoder_vocab_size", "src_vocab_size", "tgt_vocab_size", "padded_vocab_size"}
+    | {"n_vocab", "n_words", "input_vocab_size", "output_vocab_size"}
+)
+_PER_LAYER_KEY, _PER_LAYER = "vocab_size_per_layer_input", "embed_tokens_per_layer"
+#: Where ids of images and sound begin, and rows of tokens that lie in a table of their own.
+_FIXED_KEYS = ("vocab_offset", "additional_vocab_size")
+#: Words in names outside the layers of what has rows for something else than tokens.
+_NO_TABLE = re.compile(r"pos|wpe|rotary|norm|ln_")
+
+
+def embedding_rows(model: Model) -> int | None:
+    """Rows of a model's input embedding; None if it has none that is known."""
+    embeddings = [v for n, v in model.views.items() if is_embedding(n) and layer_index(n) is None]
+    return embeddings[0].shape[0] if embeddings else None
+
+
+def refuse_left_tables(
+    names: Mapping[str, tuple[int, ...]], n_rows: int | None, config: Mapping[str, Any], where: str
+) -> None:
+    """Raise IncompatibleCheckpointsError if a change of a model's rows would leave a table behind.
+
+    `names` are its tensors with their shapes, `n_rows` the rows of its embedding (None: the config
+    states them).
+    """
+    if n_rows is None:
+        n_rows = next((n for place, n in _sizes(config) if _key(place) == "vocab_size"), None)
+    # What the vocabulary feeds into would have its size as well: then a size tells nothing.
+    inner = {shape[-1] for shape in names.values() if len(shape) > 1 and shape[0] != 1}
+    left = [
+        f"{name} {list(shape)}"
+        for name, shape in names.items()
+        if vocabulary_axis(name) is None
+        and n_rows not in inner
+        and n_rows in (shape[:1] if shape[:1] != (1,) else shape[1:2])
+        and _may_be_table(name)
+    ]
+    fixed = [f"{place}: {n}" for place, n in _numbers(config) if n and _key(place) in _FIXED_KEYS]
+    if left or fixed:
+        raise IncompatibleCheckpointsError(
+            "A tensor with as many rows as the vocabulary is not known to follow a tokenizer"
+            if left
+            else "The ids of a model's tokens are fixed by its config, and would move",
+            where=f"{where}, tensor {left[0]}" if left else f"{where}/config.json, {fixed[0]}",
+            expected="a table whose name is known, such as embed_tokens or lm_head"
+            if left
+            else "a vocabulary without parts in places of their own",
+            found=", ".join(left or fixed),
+            next_step="leave out `tokenizer_source` and `tokenizer`, or take this model's own "
+            "tokenizer and rows",
+        )
+
+
+def _may_be_table(name: str) -> bool:
+    if layer_index(name) is not None:
+        return "embed" in name or "head" in name.split(".")
+    return not _NO_TABLE.search(name)
+
+
+def size_changes(
+    recipe: Recipe, models: Sequence[Model], template: int, config: Mapping[str, Any]
+) -> list[tuple[str, ConfigValue]]:
+    """Changes of the template's config where it states other rows than the result's tables have.
+
+    Raises IncompatibleCheckpointsError for tables that get other numbers of rows than a config
+    can state.
+    """
+    rows: dict[str, tuple[int, int]] = {}
+    for t in recipe.tensors:
+        axis = vocabulary_axis(t.name)
+        if axis is not None:
+            rows[t.name] = _rows_of(t, models, template, axis)
+    return changed_sizes(rows, config, models[template].checkpoint.root)
+
+
+def changed_sizes(
+    rows: Mapping[str, tuple[int, int]], config: Mapping[str, Any], where: str
+) -> list[tuple[str, ConfigValue]]:
+    """As `size_changes`; `rows` are those of each table before and after."""
+    tables = {n: pair for n, pair in rows.items() if _PER_LAYER not in n}
+    grown = {new - old for old, new in tables.values()}
+    if len(grown) > 1 and len({new for _, new in tables.values()}) > 1:
+        raise IncompatibleCheckpointsError(
+            "Tables of one vocabulary would have other numbers of rows than a config can state",
+            where=where,
+            expected="as many rows more or fewer in each",
+            found=", ".join(f"{n}: {old} to {new}" for n, (old, new) in tables.items()),
+            next_step="leave out `tokenizer_source` and `tokenizer`, or give the tables of all "
+            "models as many rows",
+        )
+    changes: list[tuple[str, ConfigValue]] = []
+    after = {old: new for n, (old, new) in tables.items() if embedding_like(n)}
+    stated = list(_sizes(config))
+    prefix = "text_config." if isinstance(config.get("text_config"), dict) else ""
+    for key, pair in (
+        ("vocab_size", next((p for n, p in tables.items() if is_embedding(n)), None)),
+        (_PER_LAYER_KEY, next((p for n, p in rows.items() if _PER_LAYER in n), None)),
+    ):
+        own = [(place, n) for place, n in stated if place in (key, f"text_config.{key}")]
+        if pair is not None and not own and pair[0] != pair[1]:
+            changes.append((f"{prefix}{key}", pair[1]))
+        if pair is not None:
+            olds = {pair[0]: pair[1]} | (after if key != _PER_LAYER_KEY else {})
+            changes += [(place, new) for place, n in own if (new := olds.get(n, pair[1])) != n]
+    done = {place for place, _ in changes}
+    return changes + [
+        (place, after[n])
+        for place, n in stated
+        if place not in done and _key(place) != _PER_LAYER_KEY and after.get(n, n) != n
+    ]
+
+
+def _rows_of(t: TensorRecipe, models: Sequence[Model], template: int, axis: int) -> tuple[int, int]:
+    """Rows of a table as the template's file has it, and in the result."""
+    sources = [(i.model, i.tensor) for i in t.inputs]
+    sources = ([(t.base.model, t.base.tensor)] if t.base else []) + sources
+    views = {m: models[m].views[name] for m, name in reversed(sources)}
+    new = views[sources[0][0]].shape[axis]
+    own = views.get(template)
+    return (own.stored[0].entry.shape[axis] if own and own.stored else new), new
+
+
+def _sizes(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    return (
+        (place, n)
+        for place, n in _numbers(config)
+        if _key(place) in _SIZE_KEYS or _key(place) == _PER_LAYER_KEY
+    )
+
+
+def _key(place: str) -> str:
+    return place.rpartition(".")[2]
+
+
+def _numbers(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, int]]:
+    """Dotted places of whole numbers in a config and its parts."""
+    for key, value in config.items():
+        if type(value) is int:
+            yield f"{above}{key}", value
+        elif isinstance(value, dict) and "." not in key:
+            yield from _numbers(value, f"{above}{key}.")

@@ -17,6 +17,7 @@ import numpy as np
 
 from mergepipe_pipeline.arrays import F64Array
 from mergepipe_pipeline.domain.layers import layer_count, layer_index, layer_name, with_layer_index
+from mergepipe_pipeline.domain.model import grid_for
 from mergepipe_pipeline.domain.stats import TensorStats, widened
 from mergepipe_pipeline.facts.expert_stats import common_pairs, ensure_stats
 from mergepipe_pipeline.optimise.prior import (
@@ -25,7 +26,6 @@ from mergepipe_pipeline.optimise.prior import (
     proportional_length_scales,
 )
 from mergepipe_pipeline.progress import Progress
-from mergepipe_pipeline.resolution.grid import grid_for
 from mergepipe_pipeline.search.blocks import grouped
 from mergepipe_pipeline.search.ledger import Ledger
 from mergepipe_pipeline.search.prompts import activation_differences

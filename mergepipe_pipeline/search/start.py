@@ -20,6 +20,7 @@ from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.quality.evaluators import command_of, evaluator_id
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.recipe.references import identity, parse_reference
+from mergepipe_pipeline.resolution.locate import Places
 from mergepipe_pipeline.resolution.recipe_text import parse, yaml_file
 from mergepipe_pipeline.resolution.resolve import ResolvedRecipe, open_stage, resolve
 from mergepipe_pipeline.search.ledger import Ledger, searches
@@ -159,7 +160,7 @@ def models_of(warehouse: Warehouse, search: Search) -> Mapping[str, Model]:
 def _models(warehouse: Warehouse, file: SearchFile, folder: Path) -> Mapping[str, Model]:
     text = Space(file, (), ()).recipe("sources", (0.5,))
     parsed = parse(text, name="search", where=f"the sources of a search in {folder}")
-    _, models = open_stage(warehouse, parsed, {}, folder)
+    _, models = open_stage(Places(warehouse, folder), parsed)
     by_identity = {identity(r): model for r, model in zip(parsed.references, models, strict=True)}
     return {
         text: by_identity[identity(parse_reference(text))] for text in (*file.sources, file.base)

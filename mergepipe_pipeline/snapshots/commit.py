@@ -15,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from mergepipe_pipeline.checkpoints.header import LENGTH_NBYTES, header_nbytes, parse_header
 from mergepipe_pipeline.digest import new_hash, seal, sha256_hex, unseal
 from mergepipe_pipeline.domain.plan import ENGINE_VERSION
 from mergepipe_pipeline.domain.snapshot import MANIFEST, PROVENANCE, Manifest, ShardEntry, Snapshot
@@ -30,7 +31,6 @@ from mergepipe_pipeline.storage.atomic import (
     replace_dir,
     write_atomic,
 )
-from mergepipe_pipeline.storage.header import LENGTH_NBYTES, header_nbytes, parse_header
 from mergepipe_pipeline.storage.side_files import CARD
 from mergepipe_pipeline.text import now
 

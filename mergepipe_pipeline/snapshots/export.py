@@ -16,6 +16,9 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
+from mergepipe_pipeline.checkpoints.open_checkpoint import INDEX, open_checkpoint
+from mergepipe_pipeline.checkpoints.reader import BlockReader
+from mergepipe_pipeline.checkpoints.writer import ShardWriter
 from mergepipe_pipeline.digest import seal, sha256_hex, unseal
 from mergepipe_pipeline.domain.checkpoint import TensorEntry
 from mergepipe_pipeline.domain.snapshot import (
@@ -28,7 +31,7 @@ from mergepipe_pipeline.domain.snapshot import (
 )
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.remote.address import SCHEMES
-from mergepipe_pipeline.remote.outgoing import OutgoingFile
+from mergepipe_pipeline.remote.push import OutgoingFile
 from mergepipe_pipeline.snapshots.find import files_below, read_manifest
 from mergepipe_pipeline.snapshots.model_folder import (
     MEASURED,
@@ -47,12 +50,9 @@ from mergepipe_pipeline.storage.atomic import (
 )
 from mergepipe_pipeline.storage.hashing import file_sha256
 from mergepipe_pipeline.storage.locks import locked_there, probed
-from mergepipe_pipeline.storage.open_checkpoint import INDEX, open_checkpoint
 from mergepipe_pipeline.storage.permissions import make_removable
-from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.side_files import CARD, CONFIG
 from mergepipe_pipeline.storage.source import open_source
-from mergepipe_pipeline.storage.writer import ShardWriter
 from mergepipe_pipeline.text import listed
 
 #: As long as any name in an exported folder.

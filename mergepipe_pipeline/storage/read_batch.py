@@ -18,7 +18,7 @@ from mergepipe_pipeline.storage.compiled_reads import (
     REQUEST_FIELDS,
     run_all,
 )
-from mergepipe_pipeline.storage.handles import HANDLES, OpenFile
+from mergepipe_pipeline.storage.source import HANDLES, OpenFile
 from mergepipe_pipeline.storage.uncached import (
     PAGE_NBYTES,
     copy_bytes,

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mergepipe_pipeline.checkpoints.writer import ShardWriter
 from mergepipe_pipeline.domain.machine_profile import MethodPace
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_layers
@@ -22,7 +23,6 @@ from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.resolution.resolve import resolve
-from mergepipe_pipeline.storage.writer import ShardWriter
 from mergepipe_pipeline.timing.forecast import work_of
 from mergepipe_pipeline.timing.time_model import OUTPUT_WEIGHT
 from mergepipe_pipeline.warehouse import Warehouse

@@ -11,10 +11,10 @@ from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.remote.address import parse_address
 from mergepipe_pipeline.remote.clients import IN_FLIGHT
 from mergepipe_pipeline.remote.downloads import REQUEST_NBYTES
+from mergepipe_pipeline.remote.egress import Pace, put_pace
 from mergepipe_pipeline.remote.fetch import WANTED, fetch
 from mergepipe_pipeline.remote.listing import RemoteFile
-from mergepipe_pipeline.remote.pace import Pace, put_pace
-from mergepipe_pipeline.remote.sites import PINS, Pinned
+from mergepipe_pipeline.remote.servers import PINS, Pinned
 from mergepipe_pipeline.text import now
 
 #: Requests of next to nothing, one after the other; bytes that are fetched several at a time.

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from mergepipe_pipeline.domain.machine_profile import MachineProfile
+from mergepipe_pipeline.domain.outcome import Shard
 from mergepipe_pipeline.domain.plan import LayerTask, MergePlan
-from mergepipe_pipeline.domain.shard import Shard
 from mergepipe_pipeline.storage.profile import load_profile
 from mergepipe_pipeline.timing.forecast import cold_work
 from mergepipe_pipeline.timing.time_model import measured_as, seconds

@@ -21,8 +21,8 @@ from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.digest import new_hash
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.storage.atomic import adopt_file
-from mergepipe_pipeline.storage.direct import DirectFile
 from mergepipe_pipeline.storage.source import ANNOUNCED, LocalSource
+from mergepipe_pipeline.storage.uncached import DirectFile
 
 CHUNK_NBYTES = 8 << 20
 #: What the engine asks for at once.

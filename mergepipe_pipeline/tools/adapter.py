@@ -18,16 +18,16 @@ from threadpoolctl import threadpool_limits
 
 from mergepipe_pipeline import bfloat16
 from mergepipe_pipeline.arrays import F32Array
+from mergepipe_pipeline.checkpoints.adapter_config import CONFIG as ADAPTER_CONFIG
+from mergepipe_pipeline.checkpoints.adapter_names import PREFIX
+from mergepipe_pipeline.checkpoints.header import Described
+from mergepipe_pipeline.checkpoints.open_checkpoint import ADAPTER_WEIGHTS
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.domain.layers import embedding_like, is_buffer, layer_index
 from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError, MergePipeError
 from mergepipe_pipeline.progress import Progress
-from mergepipe_pipeline.storage.adapter_config import CONFIG as ADAPTER_CONFIG
-from mergepipe_pipeline.storage.adapter_names import PREFIX
-from mergepipe_pipeline.storage.header import Described
-from mergepipe_pipeline.storage.open_checkpoint import ADAPTER_WEIGHTS
 from mergepipe_pipeline.tools.low_rank import (
     Factors,
     RankChoice,

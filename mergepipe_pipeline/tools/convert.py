@@ -8,14 +8,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from mergepipe_pipeline.checkpoints.adapter_config import CONFIG as ADAPTER_CONFIG
+from mergepipe_pipeline.checkpoints.open_checkpoint import ADAPTER_WEIGHTS
 from mergepipe_pipeline.domain.layers import is_post, tied_partner
 from mergepipe_pipeline.dtypes import ITEMSIZE
 from mergepipe_pipeline.errors import IncompleteCheckpointError
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.snapshots.model_folder import shard_name
-from mergepipe_pipeline.storage.adapter_config import CONFIG as ADAPTER_CONFIG
 from mergepipe_pipeline.storage.json_text import load_object
-from mergepipe_pipeline.storage.open_checkpoint import ADAPTER_WEIGHTS
 from mergepipe_pipeline.storage.side_files import CONFIG
 from mergepipe_pipeline.tools.pickled import Pickled, unpickled
 from mergepipe_pipeline.tools.result import Draft

@@ -5,6 +5,7 @@ What is read is compared with what was analysed or digested before, as in a merg
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,25 +15,23 @@ from typing import Any
 import numpy as np
 
 from mergepipe_pipeline.arrays import F32Array
+from mergepipe_pipeline.checkpoints.reader import BlockReader
+from mergepipe_pipeline.checkpoints.stored import Verifier, as_float32, torch_dtype
 from mergepipe_pipeline.contents.input_segments import Inputs, checkpoint_inputs
 from mergepipe_pipeline.contents.side_file_digests import refuse_changed_files
 from mergepipe_pipeline.contents.tensor_digests import content_of
 from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
+from mergepipe_pipeline.domain.model_config import QUANTISATION_KEYS, config_places
 from mergepipe_pipeline.domain.plan import Source
 from mergepipe_pipeline.domain.snapshot import LineageEntry
-from mergepipe_pipeline.domain.stored_form import CONFIG_KEYS
 from mergepipe_pipeline.domain.view import view_of
 from mergepipe_pipeline.errors import CheckpointError
 from mergepipe_pipeline.progress import Progress
-from mergepipe_pipeline.resolution.aliases import aliases
-from mergepipe_pipeline.resolution.locate import locate_checkpoint
+from mergepipe_pipeline.resolution.alignment import aliases
+from mergepipe_pipeline.resolution.locate import Places
 from mergepipe_pipeline.resolution.plain_numbers import coded_error
-from mergepipe_pipeline.storage.json_text import load_object
-from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.side_files import side_files
 from mergepipe_pipeline.storage.source import CheckpointSource, open_source
-from mergepipe_pipeline.tensors.stored import as_float32, torch_dtype
-from mergepipe_pipeline.tensors.verified import Verifier
 from mergepipe_pipeline.tools.result import Origin
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -62,16 +61,15 @@ class Input:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Its config.json; empty where there is none. Raises CheckpointError.
+        """Its config.json; empty where there is none.
 
         It says nothing of how weights were quantised where none is.
         """
-        where = f"{self.checkpoint.root}, config.json"
-        config = load_object(self.checkpoint.config or "{}", where, "A model's config")
-        for part in (config, config.get("text_config")):
-            if isinstance(part, dict) and self.checkpoint.form is None:
-                for key in CONFIG_KEYS:
-                    part.pop(key, None)
+        config: dict[str, Any] = json.loads(self.checkpoint.config or "{}")
+        is_plain = self.checkpoint.form is None
+        for place in config_places(config, QUANTISATION_KEYS) if is_plain else ():
+            part, _, key = place.rpartition(".")
+            (config[part] if part else config).pop(key)
         return config
 
     @property
@@ -145,7 +143,7 @@ def open_input(
     Raises CheckpointError for what is not there, an adapter or a delta; CorruptionError for a file
     beside the weights that is not what was registered; IncompatibleCheckpointsError for codes.
     """
-    checkpoint = locate_checkpoint(warehouse.ensure(), text, relative_to)
+    checkpoint = Places(warehouse.ensure(), relative_to).locate(text)
     if checkpoint.kind != "full":
         raise CheckpointError(
             "A full checkpoint is needed here",

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from mergepipe_pipeline.arrays import F32Array
+from mergepipe_pipeline.checkpoints.header import Described
 from mergepipe_pipeline.domain.layers import is_embedding, layer_count, layer_index
 from mergepipe_pipeline.dtypes import FLOATING, TORCH_NAME, code_from_name, itemsize
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError, RecipeError
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.snapshots.model_folder import shard_name
-from mergepipe_pipeline.storage.header import Described
 from mergepipe_pipeline.storage.json_text import json_bytes
 from mergepipe_pipeline.storage.side_files import CONFIG
 from mergepipe_pipeline.tools.models import Input, stored

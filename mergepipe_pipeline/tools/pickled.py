@@ -18,9 +18,9 @@ from pathlib import Path
 from threading import Timer
 from typing import IO, Any
 
+from mergepipe_pipeline.checkpoints.header import Described
 from mergepipe_pipeline.dtypes import ITEMSIZE, TORCH_NAME
 from mergepipe_pipeline.errors import CheckpointError
-from mergepipe_pipeline.storage.header import Described
 from mergepipe_pipeline.storage.json_text import load_object
 from mergepipe_pipeline.storage.regular import text_of, too_large
 from mergepipe_pipeline.storage.side_files import MAX_JSON_NBYTES

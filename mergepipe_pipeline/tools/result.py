@@ -14,6 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mergepipe_pipeline.checkpoints.header import Described
+from mergepipe_pipeline.checkpoints.open_checkpoint import INDEX, open_checkpoint
+from mergepipe_pipeline.checkpoints.writer import ShardWriter
 from mergepipe_pipeline.digest import digest_json, seal, sha256_hex
 from mergepipe_pipeline.domain.outcome import StoredObject
 from mergepipe_pipeline.domain.plan import ENGINE_VERSION, Source
@@ -39,10 +42,7 @@ from mergepipe_pipeline.snapshots.find import read_manifest
 from mergepipe_pipeline.snapshots.model_folder import index_json, tool_card
 from mergepipe_pipeline.snapshots.stores import Marks
 from mergepipe_pipeline.storage.atomic import publish_dir, write_atomic
-from mergepipe_pipeline.storage.header import Described
-from mergepipe_pipeline.storage.open_checkpoint import INDEX, open_checkpoint
 from mergepipe_pipeline.storage.side_files import CARD
-from mergepipe_pipeline.storage.writer import ShardWriter
 from mergepipe_pipeline.warehouse import Warehouse
 
 Bytes = bytes | bytearray | memoryview

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from mergepipe_pipeline.arrays import F32Array
+from mergepipe_pipeline.checkpoints.header import Described
 from mergepipe_pipeline.domain.layers import (
     embedding_like,
     is_embedding,
@@ -22,14 +23,13 @@ from mergepipe_pipeline.domain.layers import (
     layer_index,
     vocabulary_axis,
 )
+from mergepipe_pipeline.domain.model_config import ties_head
 from mergepipe_pipeline.domain.plan import ConfigValue
-from mergepipe_pipeline.domain.tied_head import ties_head
 from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.errors import CheckpointError, IncompatibleCheckpointsError
 from mergepipe_pipeline.progress import Progress
-from mergepipe_pipeline.resolution.vocabulary_tables import changed_sizes, refuse_left_tables
+from mergepipe_pipeline.resolution.vocabulary import changed_sizes, refuse_left_tables
 from mergepipe_pipeline.snapshots.model_folder import config_json, shard_name
-from mergepipe_pipeline.storage.header import Described
 from mergepipe_pipeline.storage.json_text import json_bytes
 from mergepipe_pipeline.storage.side_files import CONFIG
 from mergepipe_pipeline.tokenizer.model_tokenizer import (
@@ -112,7 +112,7 @@ class Transplant:
         """The matrices of embedding and head; those of a tie are one side."""
         tables = [n for n in self._recipient.tensors if vocabulary_axis(n) is not None]
         matrices = sorted(tables, key=lambda name: (is_post(name), not is_embedding(name)))
-        if ties_head(self._recipient.checkpoint.config):
+        if ties_head(self._recipient.checkpoint.stated):
             return {"embed": matrices}
         sides = {"embed": [n for n in matrices if not is_post(n)]}
         sides["lm_head"] = [n for n in matrices if is_post(n)]
@@ -202,7 +202,7 @@ def _partner(model: Input, name: str) -> str:
     """The model's matrix for the side of a tensor's name: its own, or what it is tied to."""
     weights = [n for n in model.tensors if embedding_like(n) and n.endswith(".weight")]
     same_side = [n for n in weights if is_post(n) == is_post(name)]
-    tied = weights if ties_head(model.checkpoint.config) else []
+    tied = weights if ties_head(model.checkpoint.stated) else []
     matrix = next(iter((*same_side, *tied)), None)
     if matrix is None or model.tensors[matrix].dtype not in FLOATING:
         raise CheckpointError(

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from mergepipe_pipeline.catalog.catalog import Registration
 from mergepipe_pipeline.contents.rests import damaged_rest_named
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
-from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.checkpoint import Checkpoint
+from mergepipe_pipeline.domain.model import Model, grid_for
 from mergepipe_pipeline.facts.expert_stats import Pair, common_pairs, ensure_stats
 from mergepipe_pipeline.progress import Progress
-from mergepipe_pipeline.resolution.grid import grid_for
 from mergepipe_pipeline.resolution.locate import locate_registered, names_here
 from mergepipe_pipeline.resolution.open_models import open_pair
 from mergepipe_pipeline.warehouse import Warehouse
@@ -44,18 +44,19 @@ def analyze(
     Without a base only the tensors' digests are taken. Raises what opening the checkpoints raises.
     """
     out: dict[str, Analysis] = {}
-    by_base: dict[str, list[str]] = {}
+    bases: dict[str, Checkpoint] = {}
+    by_base: dict[str, list[Checkpoint]] = {}
     for name in names or names_here(warehouse):
         registration = locate_registered(warehouse, name)
         base_name = base or registration.base
-        if base_name is not None:
-            by_base.setdefault(locate_registered(warehouse, base_name).name, []).append(
-                registration.name
-            )
-        else:
+        if base_name is None:
             out[registration.name] = _digested(warehouse, registration, progress)
+            continue
+        if base_name not in bases:
+            bases[base_name] = locate_registered(warehouse, base_name).checkpoint
+        by_base.setdefault(base_name, []).append(registration.checkpoint)
     for base_name, members in by_base.items():
-        for analysis in _against(warehouse, members, base_name, block_elems, progress):
+        for analysis in _against(warehouse, members, bases[base_name], block_elems, progress):
             out[analysis.name] = analysis
     return tuple(out.values())
 
@@ -72,8 +73,8 @@ def _digested(
 
 def _against(
     warehouse: Warehouse,
-    names: Sequence[str],
-    base: str,
+    experts: Sequence[Checkpoint],
+    base: Checkpoint,
     block_elems: int | None,
     progress: Progress | None,
 ) -> Iterator[Analysis]:
@@ -81,8 +82,8 @@ def _against(
     catalog = warehouse.catalog
     wanted: list[tuple[Model, Sequence[Pair]]] = []
     fresh = []
-    for name in names:
-        expert, base_model = open_pair(warehouse, name, base)
+    for checkpoint in experts:
+        expert, base_model = open_pair(checkpoint, base)
         pairs = common_pairs(expert, base_model)
         grid = grid_for(base_model, block_elems)
         wanted.append((expert, pairs))
@@ -95,8 +96,8 @@ def _against(
     for number, stats in enumerate(every_stats):
         ensure_digests(warehouse, wanted[number][0].checkpoint, progress)
         yield Analysis(
-            names[number],
-            base,
+            experts[number].name,
+            base.name,
             catalog.content_sha256(wanted[number][0].checkpoint.checkpoint_id),
             fresh[number],
             sum(t.l2sq for t in stats.tensors) ** 0.5,

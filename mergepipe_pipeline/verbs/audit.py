@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.errors import CorruptionError, NotFoundError
@@ -17,7 +18,6 @@ from mergepipe_pipeline.integrity.weights import (
     is_over_budget,
     non_finite_inputs,
 )
-from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.text import listed
 from mergepipe_pipeline.verbs.deploy import current_snapshot
 from mergepipe_pipeline.warehouse import Warehouse

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
+from mergepipe_pipeline.domain.model import grid_for
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.facts.expert_stats import common_pairs, ensure_stats
 from mergepipe_pipeline.pictures import HeatMap, heat_maps
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.fit import refuse_unplaced
-from mergepipe_pipeline.resolution.grid import grid_for
+from mergepipe_pipeline.resolution.locate import Places
 from mergepipe_pipeline.resolution.open_models import open_models
 from mergepipe_pipeline.resolution.plain_numbers import refuse_coded
 from mergepipe_pipeline.text import plain
@@ -77,7 +78,7 @@ def _of_stage(
     merged = [parsed.references[n] for n in dict.fromkeys(e.model for e in parsed.entries())]
     experts = [r for r in merged if r is not base and r.model not in parsed.stages_used]
     problems: list[MergePipeError] = []
-    models = open_models(warehouse, [base, *experts], 0, relative_to, known, problems)
+    models = open_models(Places(warehouse, relative_to, known), [base, *experts], 0, problems)
     if problems:
         raise problems[0]
     if not all(model.is_partial for model in models[1:]):

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from mergepipe_pipeline.checkpoints.adapter_config import CONFIG as ADAPTER_CONFIG
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.domain.plan import Source
 from mergepipe_pipeline.domain.snapshot import LineageEntry
 from mergepipe_pipeline.errors import CheckpointChangedError, CheckpointError
 from mergepipe_pipeline.progress import Progress, Silent
-from mergepipe_pipeline.storage.adapter_config import CONFIG as ADAPTER_CONFIG
 from mergepipe_pipeline.storage.hashing import file_sha256
 from mergepipe_pipeline.storage.side_files import side_files
 from mergepipe_pipeline.storage.source import CheckpointSource, open_source

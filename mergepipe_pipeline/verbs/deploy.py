@@ -32,9 +32,8 @@ from mergepipe_pipeline.deploy.recorded import (
 from mergepipe_pipeline.deploy.wanted import not_indexed, wanted, wanted_of
 from mergepipe_pipeline.digest import digest_json, seal, unseal
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
-from mergepipe_pipeline.domain.outcome import LayerOutcome, Realised
+from mergepipe_pipeline.domain.outcome import LayerOutcome, Realised, Shard
 from mergepipe_pipeline.domain.plan import MergePlan
-from mergepipe_pipeline.domain.shard import Shard
 from mergepipe_pipeline.domain.snapshot import MANIFEST, Ref, Snapshot
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import (

@@ -14,13 +14,12 @@ from mergepipe_pipeline.deploy.packing import PacksWanted
 from mergepipe_pipeline.deploy.recipe_files import standing_recipes, uses
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.domain.layers import layer_count, layer_name, layer_order
-from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.model import Model, grid_for
 from mergepipe_pipeline.domain.recipe import ModelRef
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.facts.expert_stats import common_pairs, ensure_stats
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
-from mergepipe_pipeline.resolution.grid import grid_for
-from mergepipe_pipeline.resolution.locate import locate_registered
+from mergepipe_pipeline.resolution.locate import Places, locate_registered
 from mergepipe_pipeline.resolution.open_models import open_models
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
@@ -62,10 +61,11 @@ def index_expert(warehouse: Warehouse, name: str) -> IndexedExpert:
     )
     checkpoint = registration.checkpoint
     bases = dict[str, None]()
+    places = Places(warehouse, warehouse.recipes)
     for stage in (s for parsed in standing_recipes(warehouse) for s in (*parsed.before, parsed)):
         for ref, base in _pairs(stage, name):
             if all(used in catalog for used in (*uses(ref, stage), *uses(base, stage))):
-                opened = open_models(warehouse, (ref, base), 1, warehouse.recipes, {}, [])
+                opened = open_models(places, (ref, base), 1, [])
                 is_plain = all(c.form is None for m in opened for c in m.checkpoints)
                 if opened and is_plain:  # of codes there is nothing to learn
                     _learn(warehouse, opened, stage.block_elems)

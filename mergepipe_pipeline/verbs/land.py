@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from mergepipe_pipeline.checkpoints.open_checkpoint import model_files, open_checkpoint
 from mergepipe_pipeline.deploy.arrivals import mark_landed
 from mergepipe_pipeline.deploy.stamps import stamps_of, token_of
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.errors import CheckpointChangedError, MergePipeError
 from mergepipe_pipeline.progress import Advance, Progress, Silent
 from mergepipe_pipeline.remote.address import is_address
-from mergepipe_pipeline.resolution.locate import locate_checkpoint
+from mergepipe_pipeline.resolution.locate import Places
 from mergepipe_pipeline.snapshots.leases import Need
 from mergepipe_pipeline.storage.atomic import (
     copy_file,
@@ -30,7 +31,6 @@ from mergepipe_pipeline.storage.atomic import (
     write_atomic,
 )
 from mergepipe_pipeline.storage.chain import NAME
-from mergepipe_pipeline.storage.open_checkpoint import model_files, open_checkpoint
 from mergepipe_pipeline.storage.regular import text_of
 from mergepipe_pipeline.storage.side_files import pieces
 from mergepipe_pipeline.storage.source import (
@@ -81,7 +81,7 @@ def land(
     CheckpointChangedError for weights that change meanwhile, RemoteError for an address that cannot
     be read, StorageFullError.
     """
-    remote = locate_checkpoint(warehouse, path) if is_address(path) else None
+    remote = Places(warehouse).locate(path) if is_address(path) else None
     folder = Path(path if remote is None else remote.root).resolve()
     chosen = name or (folder.name if remote is None else remote.name)
     final = warehouse.inbox / chosen

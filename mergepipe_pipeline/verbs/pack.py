@@ -8,6 +8,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from math import prod
 
+from mergepipe_pipeline.checkpoints.reader import BlockReader
 from mergepipe_pipeline.contents.input_segments import checkpoint_inputs
 from mergepipe_pipeline.deploy.recipe_files import bases_read
 from mergepipe_pipeline.domain.model import Model
@@ -29,10 +30,9 @@ from mergepipe_pipeline.packs.index import pack_id_of
 from mergepipe_pipeline.packs.store import TIER_SETS, Pack
 from mergepipe_pipeline.packs.writer import Origin, Packing, write_pack
 from mergepipe_pipeline.progress import Progress, Silent
-from mergepipe_pipeline.resolution.locate import locate_registered, names_here
+from mergepipe_pipeline.resolution.locate import Places, locate_registered, names_here
 from mergepipe_pipeline.resolution.open_models import open_pair
 from mergepipe_pipeline.storage.atomic import replace_dir
-from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.source import Reading, open_source
 from mergepipe_pipeline.storage.uncached import fits_page_cache
 from mergepipe_pipeline.text import percent
@@ -179,7 +179,7 @@ def _mismatch(expert: Model, base: Model) -> str:
 def _packed(
     warehouse: Warehouse, name: str, base: str, tiers: Sequence[Tier], progress: Progress
 ) -> Packed:
-    expert, base_model = open_pair(warehouse, name, base)
+    expert, base_model = open_pair(*map(Places(warehouse).locate, (name, base)))
     contents = contents_of(warehouse, expert, base_model, progress)
     if not contents:
         raise IncompatibleCheckpointsError(

@@ -13,6 +13,8 @@ from math import prod
 from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Registration
+from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
+from mergepipe_pipeline.checkpoints.reader import BlockReader
 from mergepipe_pipeline.contents.away_files import refuse_other_base
 from mergepipe_pipeline.contents.input_segments import checkpoint_inputs
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
@@ -40,13 +42,11 @@ from mergepipe_pipeline.packs.travelling import (
 )
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.remote.address import parse_address
-from mergepipe_pipeline.remote.folders import Folder, folder_at
+from mergepipe_pipeline.remote.source import Folder, folder_at
 from mergepipe_pipeline.resolution.locate import locate_registered
 from mergepipe_pipeline.snapshots.leases import Need
 from mergepipe_pipeline.storage.atomic import make_dirs, remove_tree, replace_dir
 from mergepipe_pipeline.storage.forms import MAX_NBYTES
-from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
-from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.verbs.analyze import analyze
 from mergepipe_pipeline.verbs.replace import Original

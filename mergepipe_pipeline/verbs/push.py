@@ -13,9 +13,7 @@ from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.quality.measure import evaluations_of
 from mergepipe_pipeline.remote.address import BUCKETS, HUB, Address, parse_address
 from mergepipe_pipeline.remote.bucket import Bucket
-from mergepipe_pipeline.remote.bucket_push import push_to_bucket
-from mergepipe_pipeline.remote.hub_push import push_to_hub
-from mergepipe_pipeline.remote.outgoing import OutgoingFile, Pushed
+from mergepipe_pipeline.remote.push import OutgoingFile, Pushed, push_to_bucket, push_to_hub
 from mergepipe_pipeline.snapshots.commit import verify_with_progress
 from mergepipe_pipeline.snapshots.export import FIRST_OPENED, files_named, outgoing_files
 from mergepipe_pipeline.snapshots.find import load_snapshot, manifest_of

@@ -13,6 +13,7 @@ from dataclasses import replace as replaced
 from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Registration
+from mergepipe_pipeline.checkpoints.open_checkpoint import model_files
 from mergepipe_pipeline.contents.side_file_digests import refuse_changed_files
 from mergepipe_pipeline.contents.tensor_digests import refuse_changed_tensors
 from mergepipe_pipeline.digest import sha256_hex
@@ -28,14 +29,11 @@ from mergepipe_pipeline.packs.travelling import EXPERT, PACKS, TravellingFile, t
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.remote.address import BUCKETS, Address
 from mergepipe_pipeline.remote.bucket import Bucket
-from mergepipe_pipeline.remote.bucket_push import push_to_bucket
-from mergepipe_pipeline.remote.hub_push import push_to_hub
-from mergepipe_pipeline.remote.outgoing import OutgoingFile, Pushed
-from mergepipe_pipeline.resolution.locate import locate_registered
+from mergepipe_pipeline.remote.push import OutgoingFile, Pushed, push_to_bucket, push_to_hub
+from mergepipe_pipeline.resolution.locate import Places, locate_registered
 from mergepipe_pipeline.resolution.open_models import open_pair
 from mergepipe_pipeline.snapshots.leases import Need
 from mergepipe_pipeline.storage.hashing import file_sha256
-from mergepipe_pipeline.storage.open_checkpoint import model_files
 from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.verbs.push import writable
 from mergepipe_pipeline.warehouse import Warehouse
@@ -138,7 +136,8 @@ def _exact_pack(warehouse: Warehouse, registration: Registration, progress: Prog
         return warehouse.packs.open(record.pack_id)
     pack = None
     if registration.base is not None and registration.checkpoint.kind == "full":
-        models = open_pair(warehouse, registration.name, registration.base)
+        base = Places(warehouse).locate(registration.base)
+        models = open_pair(registration.checkpoint, base)
         pack = warehouse.packs.best(contents_of(warehouse, *models, progress))
     if pack is None or "X" not in pack.tiers:
         raise MergePipeError(

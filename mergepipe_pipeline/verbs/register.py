@@ -7,11 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Registration
+from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.errors import CheckpointError
 from mergepipe_pipeline.remote.address import is_address, is_hub_name
-from mergepipe_pipeline.resolution.locate import expanded, locate_checkpoint, locate_registered
-from mergepipe_pipeline.resolution.names import free_name
-from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
+from mergepipe_pipeline.resolution.locate import Places, expanded, free_name, locate_registered
 from mergepipe_pipeline.warehouse import Warehouse
 
 
@@ -27,7 +26,7 @@ def register(
     if base is not None:
         base = locate_registered(warehouse, base).name
     if is_address(str(path)):
-        checkpoint = locate_checkpoint(warehouse, str(path))
+        checkpoint = Places(warehouse).locate(str(path))
         return catalog.register(
             replace(checkpoint, name=name or checkpoint.name), base, is_meant=True
         )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from mergepipe_pipeline.catalog.formats import BLOCK_STATS
+from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.contents.away import open_away
 from mergepipe_pipeline.domain.checkpoint import AWAY
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
@@ -19,7 +20,6 @@ from mergepipe_pipeline.execution.lookup import provenance_of
 from mergepipe_pipeline.integrity.records import readable_snapshots
 from mergepipe_pipeline.packs.replaced import Replaced
 from mergepipe_pipeline.storage.chain import VersionChain, chain_names, is_chain
-from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 

@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
+from mergepipe_pipeline.checkpoints.reader import BlockReader
 from mergepipe_pipeline.contents.away_files import refuse_other_base
 from mergepipe_pipeline.contents.input_segments import checkpoint_inputs
 from mergepipe_pipeline.digest import new_hash
@@ -44,9 +46,7 @@ from mergepipe_pipeline.storage.atomic import (
     replace_dir,
 )
 from mergepipe_pipeline.storage.hashing import file_sha256
-from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.permissions import give_permissions, make_removable
-from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.roots import refuse_unmounted, why_unmounted
 from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.verbs.cold_places import (

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from mergepipe_pipeline.concurrency.memory import peak_nbytes
 from mergepipe_pipeline.deploy.layer_records import LayerRecord, LayerRecords
-from mergepipe_pipeline.domain.outcome import LayerOutcome
+from mergepipe_pipeline.domain.outcome import LayerOutcome, Shard
 from mergepipe_pipeline.domain.plan import MergePlan
-from mergepipe_pipeline.domain.shard import Shard
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.execution.run import run_layers
 from mergepipe_pipeline.timing.shards import shards_of

@@ -21,7 +21,7 @@ from mergepipe_pipeline.integrity.records import verify_lineage, verify_structur
 from mergepipe_pipeline.integrity.results import report_shards, verify_digests
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.snapshots.commit import Verification, verify_with_progress
-from mergepipe_pipeline.storage.journal import Journal
+from mergepipe_pipeline.storage.chain import Journal
 from mergepipe_pipeline.warehouse import Warehouse
 
 

@@ -13,11 +13,11 @@ import pytest
 
 from mergepipe_pipeline.analysis.digests import digest_checkpoint, digest_view
 from mergepipe_pipeline.analysis.stream import WindowReader
+from mergepipe_pipeline.checkpoints.reader import BlockReader
 from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.domain.segments import Segments
 from mergepipe_pipeline.domain.view import Part, Run, TensorView, view_of
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.storage.reader import BlockReader
 from tests.analysis.conftest import SEGMENT_ELEMS
 from tests.analysis.pairs import windows_of
 from tests.support.stored import encode, write

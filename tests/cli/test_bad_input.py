@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from mergepipe_pipeline.checkpoints.reader import BlockReader
 from mergepipe_pipeline.cli.main import main
-from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.support.family import tensors_of, write_model
 

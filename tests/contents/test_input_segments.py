@@ -11,6 +11,8 @@ from typing import Literal
 
 import pytest
 
+from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
+from mergepipe_pipeline.checkpoints.reader import BlockReader
 from mergepipe_pipeline.contents import tensor_digests
 from mergepipe_pipeline.contents.places import Places, place_of
 from mergepipe_pipeline.domain.checkpoint import TensorEntry
@@ -23,9 +25,7 @@ from mergepipe_pipeline.execution.run import MergeOutcome, run_plan
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.snapshots.find import list_snapshots
-from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.read_batch import ReadBatch
-from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.support.family import write_adapter
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.contents.places import Places, place_of
 from mergepipe_pipeline.contents.tensor_digests import verify_place
 from mergepipe_pipeline.domain.snapshot import Snapshot
@@ -18,7 +19,6 @@ from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.facts import expert_stats
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.storage import atomic
-from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.verbs.analyze import analyze
 from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.verbs.register import register

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from mergepipe_pipeline.domain.stored_form import stored_form
@@ -32,7 +30,7 @@ PLAIN = {
 @pytest.mark.parametrize("form", CODED)
 def test_what_quantisers_write_is_known_as_codes(form: str) -> None:
     dtypes = {f"model.layers.0.mlp.{leaf}": dtype for leaf, dtype in CODED[form].items()}
-    found = stored_form({**dtypes, "model.norm.weight": "BF16"}, None)
+    found = stored_form({**dtypes, "model.norm.weight": "BF16"}, {})
     assert found is not None
     assert found.coded == set(dtypes)
 
@@ -40,11 +38,11 @@ def test_what_quantisers_write_is_known_as_codes(form: str) -> None:
 @pytest.mark.parametrize("form", PLAIN)
 def test_plain_numbers_are_known_as_such(form: str) -> None:
     dtypes = {f"model.layers.0.self_attn.{leaf}": dtype for leaf, dtype in PLAIN[form].items()}
-    assert stored_form(dtypes, None) is None
+    assert stored_form(dtypes, {}) is None
 
 
 def test_a_config_tells_codes_that_no_name_tells() -> None:
-    config = json.dumps({"text_config": {"quantization_config": {"quant_method": "fp8"}}})
+    config = {"text_config": {"quantization_config": {"quant_method": "fp8"}}}
     found = stored_form({"a.weight": "F8_E4M3", "b.weight": "BF16"}, config)
     assert found is not None
     assert found.name == "fp8 in blocks"

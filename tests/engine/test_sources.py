@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.checkpoints.reader import BlockReader
 from mergepipe_pipeline.domain.blocks import total_elems
 from mergepipe_pipeline.domain.plan import ExpertInput, MergePlan
 from mergepipe_pipeline.domain.view import LowRank
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.engine.sources import SourcePool, access_sets
 from mergepipe_pipeline.errors import BudgetError, CheckpointChangedError
-from mergepipe_pipeline.storage.reader import BlockReader
 from tests.engine.plans import merged
 from tests.support.kinds import KINDS, Kinds, make_kinds
 

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.checkpoints.stored import count_non_finite
 from mergepipe_pipeline.concurrency.threads import READING
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.engine.window import BufferPool, count_cut_off, cut, to_bytes
-from mergepipe_pipeline.storage.finite import count_non_finite
 
 HELD = st.integers(1, 2000)
 

@@ -9,6 +9,7 @@ from click.testing import CliRunner
 from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.domain.pack import Tier
 from mergepipe_pipeline.facts.pack_estimate import PackEstimate, estimate_pack
+from mergepipe_pipeline.resolution.locate import Places
 from mergepipe_pipeline.resolution.open_models import open_pair
 from mergepipe_pipeline.verbs.analyze import analyze
 from mergepipe_pipeline.verbs.pack import pack
@@ -21,7 +22,7 @@ TIERS: tuple[Tier, ...] = ("L1", "L2", "L3", "X20", "X")
 
 def estimate(home: Warehouse) -> PackEstimate | None:
     """Of the family's second expert."""
-    return estimate_pack(home, *open_pair(home, "expert_01", "base"))
+    return estimate_pack(home, *open_pair(*map(Places(home).locate, ("expert_01", "base"))))
 
 
 def analysed(home: Warehouse, family: Path) -> None:

@@ -21,6 +21,7 @@ from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.domain.stats import TensorStats
 from mergepipe_pipeline.domain.view import Run
 from mergepipe_pipeline.facts.expert_stats import ensure_stats
+from mergepipe_pipeline.resolution.locate import Places
 from mergepipe_pipeline.resolution.open_models import open_pair
 from mergepipe_pipeline.verbs.analyze import analyze
 from mergepipe_pipeline.verbs.register import register
@@ -49,7 +50,7 @@ def described() -> Iterator[list[str]]:
 
 
 def known(home: Warehouse, name: str) -> dict[tuple[str, str], TensorStats]:
-    expert, base = open_pair(home, name, "base")
+    expert, base = open_pair(*map(Places(home).locate, (name, "base")))
     ids = base.model_id, expert.model_id, GRID.block_elems
     stats = home.catalog.stats(*ids)
     assert stats is not None
@@ -59,7 +60,7 @@ def known(home: Warehouse, name: str) -> dict[tuple[str, str], TensorStats]:
 
 def assert_as_if_read(home: Warehouse, name: str) -> None:
     """What is known of an expert is what a pass over its files finds."""
-    expert, base = open_pair(home, name, "base")
+    expert, base = open_pair(*map(Places(home).locate, (name, "base")))
     fresh = analyze_one(expert, base, pairs_of(expert, base), GRID).by_pair
     found = known(home, name)
     assert {p: figures(t) for p, t in found.items()} == {p: figures(t) for p, t in fresh.items()}
@@ -152,7 +153,7 @@ def test_a_run_cut_short_between_digests_and_statistics_goes_on(
     tensors = tensors_of(0, 0)
     tensors["model.norm.weight"] = tensors["model.norm.weight"] + 1
     write_model(tmp_path / "expert", tensors)
-    expert, _ = open_pair(analyzed, "expert", "base")
+    expert, _ = open_pair(*map(Places(analyzed).locate, ("expert", "base")))
     ensure_digests(analyzed, expert.checkpoint)
     with tensor_reads() as reads:
         analyze(analyzed, ["expert"], block_elems=GRID.block_elems)

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from tests.storage.test_header import REFUSED, STRICTER
+from tests.checkpoints.test_header import REFUSED, STRICTER
 
 Build = Callable[[Path], None]
 MODEL, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"

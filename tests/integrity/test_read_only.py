@@ -15,7 +15,7 @@ import pytest
 
 from mergepipe_pipeline.integrity.auditor import SCOPES
 from mergepipe_pipeline.storage.atomic import remove_tree
-from mergepipe_pipeline.storage.journal import Journal
+from mergepipe_pipeline.storage.chain import Journal
 from mergepipe_pipeline.verbs.gc import collect
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse

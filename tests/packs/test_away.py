@@ -21,7 +21,7 @@ from mergepipe_pipeline.errors import (
 from mergepipe_pipeline.execution.lookup import load_plan
 from mergepipe_pipeline.execution.run import MergeOutcome, run_plan
 from mergepipe_pipeline.packs.index import frames_path
-from mergepipe_pipeline.resolution.locate import locate_checkpoint, locate_registered
+from mergepipe_pipeline.resolution.locate import Places, locate_registered
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.verbs.analyze import analyze
 from mergepipe_pipeline.verbs.merge import merge
@@ -122,7 +122,7 @@ def test_what_the_catalog_does_not_know_of_it_is_found_from_the_pack(
 
 def test_every_read_of_a_file_that_is_away_gives_its_bytes(files: Path, away: Warehouse) -> None:
     data = (files / "e0" / "e0.safetensors").read_bytes()
-    checkpoint = locate_checkpoint(away, "e0")
+    checkpoint = Places(away).locate("e0")
     edges = sorted({0, len(data), *(t.start_byte for t in checkpoint.tensors)})
     with AwayFiles(Path(checkpoint.root.removeprefix("away://"))) as source:
         assert source.list() == ["config.json", "e0.safetensors"]
@@ -143,9 +143,9 @@ def test_it_is_found_by_name_by_revision_and_where_it_was(away: Warehouse) -> No
     root = away.root.parent / "e0"
     assert registered.checkpoint.is_away
     assert (registered.version, away.catalog.root("e0")) == (1, str(root))
-    assert locate_checkpoint(away, str(root)) == registered.checkpoint
-    assert locate_checkpoint(away, "e0", root.parent / "recipes") == registered.checkpoint
-    assert locate_checkpoint(away, "e0", revision="1") == registered.checkpoint
+    assert Places(away).locate(str(root)) == registered.checkpoint
+    assert Places(away, root.parent / "recipes").locate("e0") == registered.checkpoint
+    assert Places(away).locate("e0", revision="1") == registered.checkpoint
     before = ids_of(merged(away, text_of("ties")))
     assert ids_of(merged(away, text_of("ties", str(root), "e1"))) == before
 
@@ -311,7 +311,7 @@ def test_a_later_version_that_is_gone_does_not_bring_back_the_one_that_was_moved
     files: Path, tmp_path: Path
 ) -> None:
     warehouse = packed_family(tmp_path, files, away=("e0",))
-    first = locate_checkpoint(warehouse, "e0")
+    first = Places(warehouse).locate("e0")
     shutil.copytree(files / "e1", tmp_path / "e0")
     assert register(warehouse, tmp_path / "e0", "e0", "base").version == 2
     (tmp_path / "e0").rename(tmp_path / "elsewhere")
@@ -320,5 +320,5 @@ def test_a_later_version_that_is_gone_does_not_bring_back_the_one_that_was_moved
     assert str(tmp_path / "e0") in str(refused.value)
     assert warehouse.catalog.get("e0").version == 2
     (tmp_path / "elsewhere").rename(tmp_path / "e0")
-    assert locate_checkpoint(warehouse, "e0").checkpoint_id != first.checkpoint_id
+    assert Places(warehouse).locate("e0").checkpoint_id != first.checkpoint_id
     merged(warehouse, text_of("ties", "e0"))

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.arrays import F32Array
+from mergepipe_pipeline.checkpoints.reader import Tally
 from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TIERS, TIERS_OF, Level
 from mergepipe_pipeline.engine.sources import packed_access_sets
 from mergepipe_pipeline.errors import CorruptionError
@@ -18,7 +19,6 @@ from mergepipe_pipeline.packs.elements import PackedElements, PackedPart
 from mergepipe_pipeline.packs.frames import Frames
 from mergepipe_pipeline.packs.reader import PackReader
 from mergepipe_pipeline.storage.page_buffer import PageBuffer
-from mergepipe_pipeline.storage.reader import Tally
 from tests.engine.packed import NUMEL, PackedFamily, make_family, plan_from
 from tests.packs.approximate import quantised_at
 from tests.support.stored import decode

@@ -22,7 +22,7 @@ from mergepipe_pipeline.errors import (
     NotFoundError,
 )
 from mergepipe_pipeline.packs.index import frames_path
-from mergepipe_pipeline.resolution.locate import locate_checkpoint, locate_registered
+from mergepipe_pipeline.resolution.locate import Places, locate_registered
 from mergepipe_pipeline.storage import atomic
 from mergepipe_pipeline.verbs.analyze import analyze
 from mergepipe_pipeline.verbs.pack import pack
@@ -198,7 +198,7 @@ def test_an_older_version_that_was_moved_away_comes_back_by_number_or_id(tmp_pat
     with pytest.raises(MergePipeError, match=r"place .* is taken"):
         unpack(warehouse, "e0@1")
     with pytest.raises(CheckpointChangedError, match="mergepipe unpack e0@1 --to"):
-        locate_checkpoint(warehouse, "e0", revision="1")
+        Places(warehouse).locate("e0", revision="1")
     asked = ["--home", str(warehouse.root), "unpack", "e0@1", "--to", str(tmp_path / "by_number")]
     done = CliRunner().invoke(main, asked)
     assert done.exit_code == 0, done.output

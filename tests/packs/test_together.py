@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.checkpoints.reader import Tally
 from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TIERS, Level
 from mergepipe_pipeline.engine.sources import packed_access_sets
 from mergepipe_pipeline.errors import CorruptionError, DamagedPackError
@@ -24,9 +25,8 @@ from mergepipe_pipeline.packs.frames import Frames
 from mergepipe_pipeline.packs.index import frames_path
 from mergepipe_pipeline.packs.reader import PackReader
 from mergepipe_pipeline.packs.together import PackedInputs, Placed, decode_together
-from mergepipe_pipeline.storage.handles import Handles
 from mergepipe_pipeline.storage.page_buffer import PageBuffer
-from mergepipe_pipeline.storage.reader import Tally
+from mergepipe_pipeline.storage.source import Handles
 from tests.engine.packed import NUMEL, Levels, PackedFamily, all_at, make_family, plan_from
 
 CHUNKS = [*range(0, NUMEL, CHUNK_ELEMS), NUMEL]

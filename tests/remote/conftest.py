@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mergepipe_pipeline.remote import clients, fetch, sites
+from mergepipe_pipeline.remote import clients, fetch
+from mergepipe_pipeline.remote.servers import PINS
 from tests.remote import servers
 
 
@@ -19,7 +20,7 @@ def fresh_downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
     monkeypatch.setenv("MERGEPIPE_DOWNLOADS", str(tmp_path / "downloads"))
     monkeypatch.setattr(fetch, "PAUSE_S", 0.002)
-    monkeypatch.setattr(sites.PINS, "_known", {})
+    monkeypatch.setattr(PINS, "_known", {})
     yield tmp_path / "downloads"
     close_session()
     if clients._web_client.cache_info().currsize:

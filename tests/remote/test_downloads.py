@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 from mergepipe_pipeline.digest import new_hash, sha256_hex
 from mergepipe_pipeline.errors import MergePipeError, StorageFullError
-from mergepipe_pipeline.remote import pieces
-from mergepipe_pipeline.remote.coalesce import coalesced
+from mergepipe_pipeline.remote import ranges as pieces
 from mergepipe_pipeline.remote.downloads import DownloadedFile, Stated
-from mergepipe_pipeline.remote.pieces import Pieces, Run
+from mergepipe_pipeline.remote.egress import coalesced
+from mergepipe_pipeline.remote.ranges import Pieces, Run
 from mergepipe_pipeline.remote.source import RemoteSource
 from mergepipe_pipeline.storage.source import FileRange
 from tests.remote.servers import FolderServer

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.errors import MergePipeError
-from mergepipe_pipeline.remote.pieces import downloads_folder, parse_size
+from mergepipe_pipeline.remote.ranges import downloads_folder, parse_size
 from mergepipe_pipeline.storage.atomic import remove_tree
-from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from tests.remote.servers import FolderServer, HubServer
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.errors import CheckpointChangedError, CheckpointError, RemoteError
 from mergepipe_pipeline.remote import clients, fetch
 from mergepipe_pipeline.remote.source import RemoteSource
-from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from tests.remote.servers import Fault, FolderServer, ProxyServer
 
 WEIGHTS = "model.safetensors"

@@ -14,10 +14,9 @@ import yaml
 
 from mergepipe_pipeline.errors import CheckpointChangedError, CheckpointError, RemoteError
 from mergepipe_pipeline.remote.address import parse_address
-from mergepipe_pipeline.remote.folders import folder_at
 from mergepipe_pipeline.remote.hub import gets_token
-from mergepipe_pipeline.remote.source import RemoteSource
-from mergepipe_pipeline.resolution.locate import locate_checkpoint
+from mergepipe_pipeline.remote.source import RemoteSource, folder_at
+from mergepipe_pipeline.resolution.locate import Places
 from mergepipe_pipeline.verbs.merge import merge
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.remote.servers import Fault, FolderServer, HubServer
@@ -26,19 +25,19 @@ from tests.remote.servers import Fault, FolderServer, HubServer
 def test_a_revision_is_pinned_to_its_commit(hub: HubServer, home: Warehouse) -> None:
     commit = hub.commit("org/base")
     for text in ("org/base", "hf://org/base", "hf://org/base@main", f"hf://org/base@{commit}"):
-        found = locate_checkpoint(home, text)
+        found = Places(home).locate(text)
         assert (found.root, found.name) == (f"hf://org/base@{commit}", "org-base")
     with pytest.raises(CheckpointError, match="no such revision"):
-        locate_checkpoint(home, "hf://org/base@v9")
+        Places(home).locate("hf://org/base@v9")
 
 
 def test_a_new_commit_keeps_the_name_and_equal_files_their_id(
     hub: HubServer, home: Warehouse
 ) -> None:
-    before = locate_checkpoint(home, "org/base")
+    before = Places(home).locate("org/base")
     home.catalog.register(before, None)
     (hub.folder / "org" / "base" / "README.md").write_text("now with a card")
-    after = locate_checkpoint(home, "org/base")
+    after = Places(home).locate("org/base")
     assert after.root != before.root
     assert (after.name, after.checkpoint_id) == (before.name, before.checkpoint_id)
 
@@ -58,7 +57,7 @@ def test_a_card_names_the_models_of_the_hub_and_what_their_cards_agree_on(
 
 
 def test_headers_alone_are_read_to_know_a_model(hub: HubServer, home: Warehouse) -> None:
-    found = locate_checkpoint(home, "org/base")
+    found = Places(home).locate("org/base")
     got = [n for method, path, n in hub.seen.of("/cdn/") if method == "GET"]
     assert sum(got) < 5000 < found.nbytes
     assert len(got) == 2
@@ -84,9 +83,9 @@ def test_a_private_model_needs_the_token_and_the_place_of_bytes_never_gets_it(
 ) -> None:
     hub.private.add("org/base")
     with pytest.raises(RemoteError, match=r"hf auth login"):
-        locate_checkpoint(home, "hf://org/base")
+        Places(home).locate("hf://org/base")
     monkeypatch.setenv("HF_TOKEN", hub.token)
-    found = locate_checkpoint(home, "hf://org/base")
+    found = Places(home).locate("hf://org/base")
     # `servers.HubHandler` fails if the token comes there.
     with RemoteSource(found.root) as source:
         assert len(source.read_range("model.safetensors", 100, 100)) == 100
@@ -97,16 +96,16 @@ def test_a_token_that_the_hub_does_not_know_is_named_as_what_is_wrong(
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_of_last_year")
     with pytest.raises(RemoteError, match=r"401.*Invalid credentials.*HF_TOKEN") as refused:
-        locate_checkpoint(home, "hf://org/base")
+        Places(home).locate("hf://org/base")
     assert "hf_of_last_year" not in str(refused.value)
     with pytest.raises(CheckpointError, match=r"Invalid credentials.*HF_TOKEN"):
-        locate_checkpoint(home, "org/base")
+        Places(home).locate("org/base")
 
 
 def test_a_gated_model_is_told_in_the_hubs_own_words(hub: HubServer, home: Warehouse) -> None:
     hub.gated.add("org/base")
     with pytest.raises(RemoteError, match=r"org/base is restricted\. Visit its page to ask"):
-        locate_checkpoint(home, "hf://org/base")
+        Places(home).locate("hf://org/base")
 
 
 @pytest.mark.parametrize("page", [b"<!doctype html>", b"[1, 2]", b'{"siblings": "none"}'])
@@ -120,7 +119,7 @@ def test_what_is_no_hub_is_told_by_its_address(
     folder.page = page
     monkeypatch.setenv("HF_ENDPOINT", folder.url)
     with pytest.raises(RemoteError, match=r"not those of the hub.*HF_ENDPOINT"):
-        locate_checkpoint(home, "hf://org/base")
+        Places(home).locate("hf://org/base")
     if page.startswith(b"<"):
         with pytest.raises(RemoteError, match=r"not those of the hub.*HF_ENDPOINT"):
             folder_at(parse_address("hf://org/base"))
@@ -132,7 +131,7 @@ def test_a_hub_that_does_not_tell_sizes_is_refused(
 ) -> None:
     monkeypatch.setattr(hub, "told_nbytes", lambda nbytes: size)
     with pytest.raises(RemoteError, match=r"does not tell the size and digest of config\.json"):
-        locate_checkpoint(home, "hf://org/base")
+        Places(home).locate("hf://org/base")
 
 
 def test_a_whole_model_in_the_hubs_cache_is_read_there(
@@ -141,10 +140,10 @@ def test_a_whole_model_in_the_hubs_cache_is_read_there(
     commit = hub.commit("org/base")
     snapshot = tmp_path / "hub_cache" / "models--org--base" / "snapshots" / commit
     shutil.copytree(hub.folder / "org" / "base", snapshot)
-    assert locate_checkpoint(home, "hf://org/base").root == str(snapshot)
+    assert Places(home).locate("hf://org/base").root == str(snapshot)
     # A part of it, as other programs leave behind, is not the model.
     (snapshot / "model.safetensors").unlink()
-    assert locate_checkpoint(home, "hf://org/base").root == f"hf://org/base@{commit}"
+    assert Places(home).locate("hf://org/base").root == f"hf://org/base@{commit}"
 
 
 def test_offline_the_hub_is_not_asked(
@@ -155,19 +154,19 @@ def test_offline_the_hub_is_not_asked(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(RemoteError, match="offline mode"):
-        locate_checkpoint(home, "hf://org/base")
+        Places(home).locate("hf://org/base")
     with pytest.raises(CheckpointError, match="neither a registered name nor a path"):
-        locate_checkpoint(home, "org/base")
+        Places(home).locate("org/base")
     assert hub.seen.requests == []
 
 
 def test_a_name_that_nobody_has_says_what_it_may_be(hub: HubServer, home: Warehouse) -> None:
     with pytest.raises(CheckpointError, match="nor one that the hub gives"):
-        locate_checkpoint(home, "org/nobody")
+        Places(home).locate("org/nobody")
 
 
 def test_a_link_that_has_expired_is_asked_for_anew(hub: HubServer, home: Warehouse) -> None:
-    found = locate_checkpoint(home, "org/base")
+    found = Places(home).locate("org/base")
     gets = iter(range(100))
     hub.fault = lambda method, path, number: 403 if "/cdn/" in path and next(gets) == 0 else None
     with RemoteSource(found.root) as source:
@@ -179,7 +178,7 @@ def test_a_link_that_has_expired_is_asked_for_anew(hub: HubServer, home: Warehou
 def test_bytes_of_another_file_at_the_same_link_are_refused(
     hub: HubServer, home: Warehouse
 ) -> None:
-    found = locate_checkpoint(home, "org/base")
+    found = Places(home).locate("org/base")
     path = hub.folder / "org" / "base" / "model.safetensors"
     path.write_bytes(path.read_bytes()[::-1])
     with (
@@ -192,7 +191,7 @@ def test_bytes_of_another_file_at_the_same_link_are_refused(
 def test_a_link_that_expires_under_several_requests_is_asked_for_anew_by_each(
     hub: HubServer, home: Warehouse
 ) -> None:
-    found = locate_checkpoint(home, "org/base")
+    found = Places(home).locate("org/base")
     both, expired = threading.Barrier(2, timeout=10), iter(range(100))
 
     def fault(method: str, path: str, number: int) -> Fault:
@@ -212,7 +211,7 @@ def test_a_link_that_expires_under_several_requests_is_asked_for_anew_by_each(
 def test_what_failed_once_is_asked_for_again_by_the_next_reader(
     hub: HubServer, home: Warehouse
 ) -> None:
-    found = locate_checkpoint(home, "org/base")
+    found = Places(home).locate("org/base")
     hub.fault = lambda method, path, number: 503 if "/cdn/" in path else None
     with RemoteSource(found.root) as source, pytest.raises(RemoteError, match="after 7 attempts"):
         source.read_range("model.safetensors", 50_000, 100)
@@ -230,12 +229,12 @@ def test_a_busy_hub_is_given_the_time_that_it_asks_for(
     hub.asks_by, hub.retry_after = header, wish
     hub.fault = lambda method, path, number: 429 if asked in path and next(numbers) == 0 else None
     started = time.monotonic()
-    locate_checkpoint(home, "org/base")
+    Places(home).locate("org/base")
     assert time.monotonic() - started >= 1
 
 
 @pytest.mark.parametrize("name", ["org/model.git", "org/a..b", "a--b/model"])
 def test_a_name_that_the_hub_never_gives_is_told_as_such(home: Warehouse, name: str) -> None:
     with pytest.raises(RemoteError, match="An address cannot be read") as error:
-        locate_checkpoint(home, f"hf://{name}")
+        Places(home).locate(f"hf://{name}")
     assert "HF_ENDPOINT" not in str(error.value)

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError, RemoteError
-from mergepipe_pipeline.remote import redirects, speed
+from mergepipe_pipeline.remote import fetch, redirects
 from mergepipe_pipeline.remote.redirects import permitted
 from mergepipe_pipeline.remote.source import RemoteSource
 from mergepipe_pipeline.remote.web import asked_s
-from mergepipe_pipeline.resolution.locate import locate_checkpoint
+from mergepipe_pipeline.resolution.locate import Places
 from mergepipe_pipeline.verbs.analyze import analyze
 from mergepipe_pipeline.verbs.land import land
 from mergepipe_pipeline.verbs.register import register
@@ -68,7 +68,7 @@ def test_what_a_lying_mirror_gave_before_it_was_found_out_is_of_no_use_for_the_h
         analyze(home, ["expert_00"], base="base")
     told = home.catalog.get("expert_00").checkpoint.checkpoint_id
     monkeypatch.setenv("HF_ENDPOINT", hub.url)
-    assert locate_checkpoint(home, "hf://org/expert_00").checkpoint_id != told
+    assert Places(home).locate("hf://org/expert_00").checkpoint_id != told
     for name in ("base", "expert_00"):
         register(home, f"hf://org/{name}", name)
     analyze(home, ["expert_00"], base="base")
@@ -199,12 +199,12 @@ def test_the_hubs_own_client_keeps_to_the_rule(
 ) -> None:
     hub.fault = lambda method, path, number: "http://169.254.169.254/latest/meta-data"
     with pytest.raises(RemoteError, match=r"must not go.*which is link-local"):
-        locate_checkpoint(home, "hf://org/base")
+        Places(home).locate("hf://org/base")
     hub.fault = lambda method, path, number: (
         "http://169.254.169.254/x" if method == "HEAD" and path.endswith(WEIGHTS) else None
     )
     with pytest.raises(RemoteError, match=r"must not go.*which is link-local"):
-        locate_checkpoint(home, "hf://org/base")
+        Places(home).locate("hf://org/base")
 
 
 @pytest.mark.parametrize("fault", ["digits", "total", "tag"])
@@ -250,7 +250,7 @@ def test_a_server_that_gives_a_byte_a_request_is_given_up(
 def test_a_server_that_drips_is_given_up(
     folder: FolderServer, hub: HubServer, home: Warehouse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(speed, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(fetch, "PATIENCE_S", 0.3)
     folder.drip_s = hub.drip_s = 0.05
     began = time.monotonic()
     with (
@@ -259,5 +259,5 @@ def test_a_server_that_drips_is_given_up(
     ):
         source.read_range(WEIGHTS, 0, 1000)
     with pytest.raises(RemoteError, match=r"it sent \d+ bytes in 0 s"):
-        locate_checkpoint(home, "hf://org/base")
+        Places(home).locate("hf://org/base")
     assert time.monotonic() - began < 10

@@ -12,7 +12,7 @@ import pytest
 
 from mergepipe_pipeline.errors import CheckpointChangedError
 from mergepipe_pipeline.recipe.parse import parse_recipes
-from mergepipe_pipeline.remote.pieces import downloads_folder
+from mergepipe_pipeline.remote.ranges import downloads_folder
 from mergepipe_pipeline.storage.atomic import remove_tree
 from mergepipe_pipeline.verbs.merge import Merged, merge
 from mergepipe_pipeline.warehouse import Warehouse

@@ -6,7 +6,7 @@ import pytest
 
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
 from mergepipe_pipeline.errors import InputChangedError
-from mergepipe_pipeline.remote.sites import PINS
+from mergepipe_pipeline.remote.servers import PINS
 from mergepipe_pipeline.verbs.deploy import plan_recipe
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mergepipe_pipeline.domain.tied_head import UNTIED_BY_DEFAULT, ties_head
+from mergepipe_pipeline.domain.model_config import UNTIED_BY_DEFAULT, ties_head
 from mergepipe_pipeline.errors import MergePipeError, RecipeError
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.resolution.resolve import resolve
@@ -185,7 +185,7 @@ def test_the_types_that_tie_nothing_by_default_are_those_of_transformers() -> No
     wrong = {}
     for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         default = getattr(CONFIG_MAPPING[kind], "tie_word_embeddings", None)
-        stated = json.dumps({"model_type": kind, "architectures": ["XForCausalLM"]})
+        stated = {"model_type": kind, "architectures": ["XForCausalLM"]}
         if isinstance(default, bool) and ties_head(stated) is not default:
             wrong[kind] = default
     assert wrong == {}

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from mergepipe_pipeline.domain.recipe import ModelRef
 from mergepipe_pipeline.errors import CorruptionError, IncompatibleCheckpointsError, MergePipeError
 from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.resolution.locate import Places
 from mergepipe_pipeline.resolution.open_models import open_models
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.resolution.resolve import resolve
@@ -603,7 +604,7 @@ def test_rows_from_all_over_a_matrix_are_verified_and_take_little_memory(
 ) -> None:
     matrix = torch.randn(1 << 14, width, dtype=torch.bfloat16)
     root = write_model(tmp_path / "wide", {EMBEDDING: matrix})
-    models = open_models(home, [ModelRef(str(root), str(root))], None, None, {}, [])
+    models = open_models(Places(home), [ModelRef(str(root), str(root))], None, [])
     view = models[0].views[EMBEDDING]
     with _RowReader(home, models) as reader:
         reader.row(view, 0, 0)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.errors import (
     BusyError,
@@ -27,7 +28,6 @@ from mergepipe_pipeline.errors import (
 from mergepipe_pipeline.search.candidate import Merged, measure, merge_candidate
 from mergepipe_pipeline.search.ledger import Ledger
 from mergepipe_pipeline.snapshots.find import list_snapshots
-from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.verbs.gc import collect
 from mergepipe_pipeline.verbs.repair import repair
 from mergepipe_pipeline.verbs.search import (

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mergepipe_pipeline.checkpoints.writer import ShardWriter
 from mergepipe_pipeline.domain.outcome import StoredObject
 from mergepipe_pipeline.domain.snapshot import (
     LineageEntry,
@@ -20,7 +21,6 @@ from mergepipe_pipeline.snapshots.commit import commit_snapshot, stage_snapshot
 from mergepipe_pipeline.snapshots.stores import ObjectStore, RefStore
 from mergepipe_pipeline.storage import atomic
 from mergepipe_pipeline.storage.atomic import remove_tree
-from mergepipe_pipeline.storage.writer import ShardWriter
 
 #: What a provenance says at least.
 PROVENANCE: dict[str, Any] = {

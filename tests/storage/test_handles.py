@@ -14,8 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.errors import CheckpointError
-from mergepipe_pipeline.storage.handles import Handles
-from mergepipe_pipeline.storage.source import LocalSource
+from mergepipe_pipeline.storage.source import Handles, LocalSource
 
 
 @pytest.fixture(scope="module")

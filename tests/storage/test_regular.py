@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.errors import CheckpointError
-from mergepipe_pipeline.storage.hub_cache import cached_model
-from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
+from mergepipe_pipeline.remote.address import cached_model
 from mergepipe_pipeline.storage.regular import open_regular, places_of, read_small
 from mergepipe_pipeline.storage.source import LocalSource
 from tests.hostile.corpus import CONFIG, MODEL, ONE, TWO, write_full, write_map, write_sharded

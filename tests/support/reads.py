@@ -9,8 +9,8 @@ from pathlib import Path
 from threading import Lock
 from unittest import mock
 
+from mergepipe_pipeline.checkpoints.reader import BlockReader
 from mergepipe_pipeline.domain.checkpoint import TensorEntry
-from mergepipe_pipeline.storage.reader import BlockReader
 
 #: Bytes by (checkpoint's folder or file, tensor).
 Reads = Counter[tuple[str, str]]

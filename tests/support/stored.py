@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
+from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.domain.view import LowRank, Part, TensorView, view_of
-from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 
 Floats = npt.NDArray[np.float32]
 #: (dtype code, shape, stored bytes).

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.errors import (
     CheckpointChangedError,
     CheckpointError,
@@ -22,7 +23,6 @@ from mergepipe_pipeline.errors import (
     NotFoundError,
 )
 from mergepipe_pipeline.progress import Advance, Silent
-from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.verbs.convert import convert
 from mergepipe_pipeline.verbs.explain import explain
 from mergepipe_pipeline.verbs.merge import merge

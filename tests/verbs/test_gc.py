@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.cli.snapshots import gc as gc_command
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
 from mergepipe_pipeline.engine.options import EngineOptions
@@ -28,7 +29,6 @@ from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.snapshots.leases import Leases
 from mergepipe_pipeline.storage import atomic, locks
 from mergepipe_pipeline.storage.chain import VersionChain
-from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.timing.calibrate import calibrate
 from mergepipe_pipeline.verbs.deploy import merge_recipe, plan_recipe, snapshot_recipe
 from mergepipe_pipeline.verbs.gc import collect

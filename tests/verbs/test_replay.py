@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from mergepipe_pipeline.checkpoints.writer import ShardWriter
 from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.errors import (
     CheckpointChangedError,
@@ -24,7 +25,6 @@ from mergepipe_pipeline.errors import (
 )
 from mergepipe_pipeline.execution.lookup import load_plan
 from mergepipe_pipeline.storage.atomic import remove_tree
-from mergepipe_pipeline.storage.writer import ShardWriter
 from mergepipe_pipeline.verbs.export import Shards, export
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.verbs.replay import replay

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mergepipe_pipeline.checkpoints.header import build_header
 from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TIERS, PackedTensor
@@ -37,7 +38,6 @@ from mergepipe_pipeline.domain.view import view_of
 from mergepipe_pipeline.operators.steps.sparsify import trim_count
 from mergepipe_pipeline.packs.contents import packed_contents
 from mergepipe_pipeline.packs.index import frames_path, pack_id_of, write_index
-from mergepipe_pipeline.storage.header import build_header
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.lab.bench import FOLDER

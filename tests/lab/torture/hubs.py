@@ -190,7 +190,7 @@ def _environment(url: str, folder: Path, patience_s: float) -> None:
     """Let the child ask this server, wait for milliseconds, and keep what comes in the folder."""
     from huggingface_hub import constants
 
-    from mergepipe_pipeline.remote import buckets, fetch, speed
+    from mergepipe_pipeline.remote import bucket, fetch
 
     constants.HF_HUB_OFFLINE = False
     os.environ.pop("HF_HUB_OFFLINE", None)
@@ -199,8 +199,8 @@ def _environment(url: str, folder: Path, patience_s: float) -> None:
         "HF_HUB_CACHE": str(folder / "cache"),
         "MERGEPIPE_DOWNLOADS": str(folder / "downloads"),
     }
-    fetch.PAUSE_S, speed.PATIENCE_S = 0.002, patience_s
-    vars(buckets)["TIMEOUT_S"] = 10.0
+    fetch.PAUSE_S, fetch.PATIENCE_S = 0.002, patience_s
+    vars(bucket)["TIMEOUT_S"] = 10.0
 
 
 @contextmanager

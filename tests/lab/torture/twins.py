@@ -16,7 +16,7 @@ from hashlib import sha256
 from pathlib import Path
 from random import Random
 
-from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
+from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from tests.lab.torture import child, judge
 from tests.lab.torture.child import Done
 from tests.lab.torture.tally import Outcome, Problem

@@ -1,5 +1,0 @@
-"""From stored bytes to float32 rows, for every kind of input: what analysis and engine share.
-
-Only this package turns a full checkpoint, a delta, an adapter or a re-indexed embedding into δ or
-T. Where an element is not read, the expert equals the base. No statistics and no merge.
-"""
