@@ -113,7 +113,7 @@ def _evaluations(standing: StandingSearch, identity: str) -> dg.AssetsDefinition
         done, state = evaluate_candidate(mergepipe.warehouse, standing, number, engine.options)
         return dg.MaterializeResult(
             data_version=dg.DataVersion(done.snapshot_id or done.ended),
-            metadata={**_result_metadata(done), "search": state.told},
+            metadata={**_result_metadata(done), "search": state.summary},
         )
 
     return evaluations
@@ -176,15 +176,14 @@ def _results(mergepipe: MergePipe, standing: StandingSearch) -> tuple[str, Searc
 
 
 def _prior_metadata(cost: SearchCost, prior: Prior, proposed: list[int]) -> dict[str, Any]:
-    none = (None,) * len(prior.labels)
     rows = [
-        (label, *("none" if x is None else short(x) for x in (score, length)))
+        (label, short(score), short(length))
         for label, score, length in zip(
-            prior.labels, prior.scores or none, prior.length_scales or none, strict=True
+            prior.labels, prior.scores, prior.length_scales, strict=True
         )
     ]
     return {
-        "cost at most": cost.told,
+        "cost at most": cost.summary,
         "coordinates": table(("weight of", "score", "length-scale"), rows),
         "candidates proposed": ", ".join(map(str, proposed)) or "none",
     }

@@ -63,7 +63,7 @@ LONG = (
     "evaluation/test_harness.py",
     "foreign",
     "lab",
-    "optimise/test_proposers.py",
+    "search/test_bayes.py",
     "parity",
     "peer",
     "published",

@@ -39,17 +39,17 @@ def search(console: Console, file: str, dry_run: bool) -> None:
     asked = verbs.read_search(home, Path(file))
     cost = verbs.search_cost(home, asked)
     if dry_run:
-        console.show({"cost": asdict(cost)}, cost.told)
+        console.show({"cost": asdict(cost)}, cost.summary)
         return
     if not console.as_json:
-        click.echo(cost.told, err=True)
+        click.echo(cost.summary, err=True)
     if cost.disk_nbytes > cost.free_nbytes:
         lack = f"the candidates may take {size(cost.disk_nbytes)}, {size(cost.free_nbytes)} are "
         console.warn([f"{lack}free: `mergepipe gc` removes those that are not on the front"])
     begun = verbs.begin_search(home, asked, console.progress)
     state = verbs.state_of(home, begun)
     if state.done and not console.as_json:
-        click.echo(f"it goes on: {state.told}", err=True)
+        click.echo(f"it goes on: {state.summary}", err=True)
     verbs.run_search(home, begun, progress=console.progress, tell=_teller(console, begun))
     refs = verbs.publish_front(home, begun, console.progress)
     results = verbs.front(home, begun)
@@ -71,7 +71,7 @@ def _teller(console: Console, search: Search) -> Any:
     def show(result: Result, state: SearchState) -> None:
         if console.as_json:
             line = {"task": f"search {search.name}", "done": state.done}
-            line |= {"total": state.evaluations, "unit": "evaluations", "result": result.to_json()}
+            line |= {"total": state.evaluations, "unit": "evaluations", "result": asdict(result)}
             click.echo(json.dumps(line), err=True)
             return
         outcome = metrics_text(result.metrics) or f"failed: {in_one_line(result.failure)}"

@@ -20,9 +20,8 @@ from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.quality.measure import evaluate as measured
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
-from mergepipe_pipeline.search.ledger import Ledger, now
+from mergepipe_pipeline.search.ledger import Ledger, MergeCost, Proposal, Result, Search, now
 from mergepipe_pipeline.search.prior import search_prior
-from mergepipe_pipeline.search.records import MergeCost, Proposal, Result, Search
 from mergepipe_pipeline.search.start import parsed_of, refuse_changed, refuse_other_evaluator
 from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.snapshots.leases import Need

@@ -8,7 +8,7 @@ from mergepipe_pipeline.domain.layers import layer_count, layer_name
 from mergepipe_pipeline.dtypes import FLOATING, itemsize
 from mergepipe_pipeline.planner.parts import out_dtype, stored_like
 from mergepipe_pipeline.resolution.resolve import ResolvedRecipe
-from mergepipe_pipeline.search.records import Search
+from mergepipe_pipeline.search.ledger import Search
 from mergepipe_pipeline.search.start import resolved_of
 from mergepipe_pipeline.text import size
 from mergepipe_pipeline.timing.forecast import forecast
@@ -37,7 +37,7 @@ class SearchCost:
     merge_s: float | None
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """The worst case in one sentence."""
         merge = "" if self.merge_s is None else f", {self.merge_s:.1f} s a merge from scratch"
         return (
@@ -52,11 +52,7 @@ def search_cost(warehouse: Warehouse, search: Search) -> SearchCost:
     """The worst case of a whole search, from headers; writes nothing."""
     resolved = resolved_of(warehouse, search)
     file, cost, count = search.file, resolved.cost, search.file.evaluations
-    fixed = {
-        name
-        for name, x in (("head", file.head), ("embed", file.embeddings))
-        if x is not None and file.density is None
-    }
+    fixed = file.fixed if file.space.density is None else {}
     by_layer = _by_layer(resolved)
     changed = [sizes for layer, sizes in by_layer.items() if layer not in fixed]
     experts, base, out = (sum(sizes[n] for sizes in changed) for n in range(3))

@@ -12,12 +12,10 @@ import numpy as np
 
 from mergepipe_pipeline.domain.evaluation import Metrics, figure
 from mergepipe_pipeline.errors import SearchError
-from mergepipe_pipeline.optimise.pareto import front as on_front
-from mergepipe_pipeline.optimise.pareto import hypervolume
-from mergepipe_pipeline.optimise.trials import REFERENCE
 from mergepipe_pipeline.pictures import Panel, Series, panels_picture
-from mergepipe_pipeline.search.ledger import Ledger
-from mergepipe_pipeline.search.records import MergeCost, Point, Result, Search
+from mergepipe_pipeline.search.ledger import Ledger, MergeCost, Point, Result, Search
+from mergepipe_pipeline.search.pareto import REFERENCE, hypervolume
+from mergepipe_pipeline.search.pareto import front as on_front
 from mergepipe_pipeline.search.search_file import Objective
 from mergepipe_pipeline.text import in_one_line
 from mergepipe_pipeline.warehouse import Warehouse
@@ -181,7 +179,7 @@ def cheapest(
         raise SearchError(
             "No candidate keeps to these bounds",
             where=front.search,
-            expected=", ".join(_told(minima, maxima)),
+            expected=", ".join(_bounds_text(minima, maxima)),
             found="; ".join(_best_there_is(good, minima, maxima)),
             next_step="ask for less, or search further",
         )
@@ -210,7 +208,7 @@ def _fits(trial: Trial, minima: Mapping[str, float], maxima: Mapping[str, float]
     )
 
 
-def _told(minima: Mapping[str, float], maxima: Mapping[str, float]) -> list[str]:
+def _bounds_text(minima: Mapping[str, float], maxima: Mapping[str, float]) -> list[str]:
     low = [f"{name} at least {figure(x)}" for name, x in minima.items()]
     return [*low, *(f"{name} at most {figure(x)}" for name, x in maxima.items())]
 

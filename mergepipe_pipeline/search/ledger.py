@@ -1,4 +1,4 @@
-"""The ledger of a search: immutable, sealed facts in the catalog, and who works on which.
+"""The facts of a search in the catalog, and who works on which.
 
     catalog/searches/NAME/search.json            what was asked for, and of which contents
     catalog/searches/NAME/prior.json
@@ -6,36 +6,162 @@
     catalog/searches/NAME/results/0007.json      missing until it was evaluated
 
 A fact is written once: of two writers the first one counts. Removing a result has it made again;
-a proposal may be removed, too: its result tells the same, and without one another takes its place.
+a proposal may be removed, too: its result says the same, and without one another takes its place.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from mergepipe_pipeline.digest import seal, unseal
 from mergepipe_pipeline.errors import BusyError, CorruptionError, NotFoundError
-from mergepipe_pipeline.search.records import Prior, Proposal, Result, Search
-from mergepipe_pipeline.search.search_file import parse_search
-from mergepipe_pipeline.search.space import Layer
+from mergepipe_pipeline.search.pareto import REFERENCE
+from mergepipe_pipeline.search.search_file import SearchFile, parse_search
+from mergepipe_pipeline.search.space import Layer, Space
 from mergepipe_pipeline.storage.atomic import create_exclusive
+from mergepipe_pipeline.storage.forms import check_form
 from mergepipe_pipeline.storage.locks import claimed, is_held, locked, this_process
 from mergepipe_pipeline.warehouse import Warehouse
+
+Point = tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Search:
+    """A search that has begun, or could (`began` "" until then).
+
+    Relative paths of its file start from `folder`. `contents` are the digests of what its models
+    held when it began, by their texts; `evaluator_id` is its evaluator's.
+    """
+
+    name: str
+    text: str = field(repr=False)
+    file: SearchFile
+    folder: Path
+    layers: tuple[Layer, ...] = field(repr=False)
+    evaluator_id: str
+    contents: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    began: str = ""
+
+    @property
+    def summary(self) -> str:
+        """The search, in messages."""
+        return f"the search {self.name}"
+
+    def space(self, prior: Prior) -> Space:
+        """The space, whose blocks the prior knows."""
+        return Space(self.file, self.layers, prior.blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class Prior:
+    """What is expected of each coordinate before anything is evaluated.
+
+    `parameter` and `activation` (None: not asked for) are differences per numbered layer, `blocks`
+    the layers that share a weight, `scores` and `length_scales` per coordinate in the order of
+    `labels`.
+    """
+
+    labels: tuple[str, ...]
+    blocks: tuple[tuple[str, ...], ...]
+    parameter: tuple[float, ...]
+    activation: tuple[float, ...] | None
+    scores: tuple[float, ...]
+    length_scales: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A point to evaluate, who asked for it, and when (UTC)."""
+
+    number: int
+    point: Point
+    asked_by: str
+    asked: str
+
+
+@dataclass(frozen=True, slots=True)
+class MergeCost:
+    """What merging a candidate took: layers, bytes read of sources and base, and seconds.
+
+    `scratch_nbytes` is what is read where no layer is known already.
+    """
+
+    layers_merged: int
+    layers_reused: int
+    nbytes_read: int
+    scratch_nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What became of a proposal; `ended` is a time in UTC.
+
+    A failure says why in `failure`, has no metrics, and the lowest value in each objective; without
+    a snapshot it could not be merged.
+    """
+
+    number: int
+    point: Point
+    values: tuple[float, ...]
+    metrics: Mapping[str, float]
+    failure: str
+    snapshot_id: str | None
+    merge: MergeCost | None
+    evaluation_s: float
+    ended: str
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether nothing was measured."""
+        return bool(self.failure)
+
+    @staticmethod
+    def failed(
+        search: Search,
+        proposal: Proposal,
+        why: str,
+        ended: str,
+        snapshot_id: str | None = None,
+        merge: MergeCost | None = None,
+    ) -> Result:
+        """The result of a proposal that failed."""
+        values = (REFERENCE,) * len(search.file.objectives)
+        return Result(
+            proposal.number, proposal.point, values, {}, why, snapshot_id, merge, 0.0, ended
+        )
+
 
 FORMAT = "mergepipe-search/1"
 _FILE = re.compile(r"(\d{4,})\.json")
 T = TypeVar("T")
+_RESTORE = (
+    "bring back what was there; a result or proposal can be removed: the search goes on without it"
+)
 
 
 def searches(warehouse: Warehouse) -> list[str]:
     """The names of all searches that began, sorted."""
     return sorted(p.parent.name for p in warehouse.search_ledgers.glob("*/search.json"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What search.json holds."""
+
+    text: str
+    folder: str
+    layers: tuple[Layer, ...]
+    evaluator_id: str
+    contents: Mapping[str, tuple[str, ...]]
+    began: str
 
 
 class Ledger:
@@ -56,51 +182,44 @@ class Ledger:
                 found=repr(self.name),
                 next_step="begin it with `mergepipe search FILE`",
             )
-        return self._read(path, self._search)
+        return self._search(self._read(path, _Asked))
 
     def begin(self, search: Search) -> Search:
         """Write down what is asked for, once. Raises StorageFullError."""
-        layers = [[x.name, x.filters] for x in search.layers]
-        value = {
-            "text": search.text,
-            "folder": self._warehouse.roots.recorded(str(search.folder)),
-            "contents": dict(search.contents),
-            "evaluator_id": search.evaluator_id,
-            "layers": layers,
-            "began": now(),
-        }
-        self._write("search.json", value)
+        folder = self._warehouse.roots.recorded(str(search.folder))
+        layers, contents, digest = search.layers, search.contents, search.evaluator_id
+        self._write("search.json", _Asked(search.text, folder, layers, digest, contents, now()))
         return self.search()
 
     def prior(self) -> Prior | None:
         """The prior; None before it is known. Raises CorruptionError."""
-        return self._found("prior.json", Prior.from_json)
+        return self._found("prior.json", Prior)
 
     def put_prior(self, prior: Prior) -> None:
         """Remember the prior, once."""
-        self._write("prior.json", asdict(prior))
+        self._write("prior.json", prior)
 
     def proposals(self) -> dict[int, Proposal]:
         """All proposals by number; a lost one is what its result tells. Raises CorruptionError."""
         of_results = {n: Proposal(n, r.point, "", r.ended) for n, r in self.results().items()}
-        return of_results | self._all("proposals", Proposal.from_json)
+        return of_results | self._all("proposals", Proposal)
 
     def put_proposal(self, number: int, point: tuple[float, ...]) -> None:
         """Remember a proposal, once."""
         proposal = Proposal(number, point, this_process(), now())
-        self._write(f"proposals/{number:04d}.json", asdict(proposal))
+        self._write(f"proposals/{number:04d}.json", proposal)
 
     def results(self) -> dict[int, Result]:
         """All results by number. Raises CorruptionError."""
-        return self._all("results", Result.from_json)
+        return self._all("results", Result)
 
     def result(self, number: int) -> Result | None:
         """The result of a proposal; None before it was evaluated. Raises CorruptionError."""
-        return self._found(f"results/{number:04d}.json", Result.from_json)
+        return self._found(f"results/{number:04d}.json", Result)
 
     def put_result(self, result: Result) -> Result:
         """Remember a result, once; the one that counts."""
-        self._write(f"results/{result.number:04d}.json", result.to_json())
+        self._write(f"results/{result.number:04d}.json", result)
         return self.result(result.number) or result
 
     def turn(self) -> AbstractContextManager[None]:
@@ -131,54 +250,48 @@ class Ledger:
     def _claim_path(self, number: int) -> Path:
         return self._warehouse.leases_dir / f"search-{self.name}-{number:04d}.lock"
 
-    def _search(self, value: Mapping[str, Any]) -> Search:
-        text = value["text"]
-        layers = [(name, tuple(map(tuple, filters))) for name, filters in value["layers"]]
+    def _search(self, asked: _Asked) -> Search:
         return Search(
             name=self.name,
-            text=text,
-            file=parse_search(text, f"the search {self.name}"),
-            folder=Path(self._warehouse.roots.here(value["folder"])),
-            layers=tuple(Layer(name, filters) for name, filters in layers),
-            evaluator_id=value["evaluator_id"],
-            contents={k: tuple(v) for k, v in value["contents"].items()},
-            began=value["began"],
+            text=asked.text,
+            file=parse_search(asked.text, f"the search {self.name}"),
+            folder=Path(self._warehouse.roots.here(asked.folder)),
+            layers=asked.layers,
+            evaluator_id=asked.evaluator_id,
+            contents=asked.contents,
+            began=asked.began,
         )
 
-    def _write(self, name: str, value: Mapping[str, Any]) -> None:
+    def _write(self, name: str, fact: _Asked | Prior | Proposal | Result) -> None:
         with suppress(FileExistsError):
-            fact = {"format": FORMAT, "search": self.name, "fact": name, **value}
-            create_exclusive(self.folder / name, seal(fact))
+            head = {"format": FORMAT, "search": self.name, "fact": name}
+            create_exclusive(self.folder / name, seal(head | asdict(fact)))
 
-    def _found(self, name: str, read: Callable[[Mapping[str, Any]], T]) -> T | None:
+    def _found(self, name: str, kind: type[T]) -> T | None:
         try:
-            return self._read(self.folder / name, read)
+            return self._read(self.folder / name, kind)
         except FileNotFoundError:
             return None
 
-    def _all(self, kind: str, read: Callable[[Mapping[str, Any]], T]) -> dict[int, T]:
-        folder = self.folder / kind
+    def _all(self, part: str, kind: type[T]) -> dict[int, T]:
+        folder = self.folder / part
         paths = sorted(folder.iterdir()) if folder.is_dir() else []
         named = ((_FILE.fullmatch(path.name), path) for path in paths)
-        return {int(m[1]): self._read(path, read) for m, path in named if m}
+        return {int(m[1]): self._read(path, kind) for m, path in named if m}
 
-    def _read(self, path: Path, read: Callable[[Mapping[str, Any]], T]) -> T:
+    def _read(self, path: Path, kind: type[T]) -> T:
         """A fact that is what it was written as: of this search, and under this name."""
-        value = unseal(path.read_bytes(), str(path))
-        try:
-            head = tuple(value.pop(key, None) for key in ("format", "search", "fact"))
-            if head != (FORMAT, self.name, str(path.relative_to(self.folder))):
-                raise ValueError(f"{head[0]}, {head[2]} of {head[1]}")
-            return read(value)
-        except (TypeError, LookupError, ValueError, AttributeError) as error:
+        value, name = unseal(path.read_bytes(), str(path)), str(path.relative_to(self.folder))
+        head = tuple(value.pop(key, None) for key in ("format", "search", "fact"))
+        if head != (FORMAT, self.name, name):
             raise CorruptionError(
-                "A fact of a search is not its own, or of another form than this version writes",
+                "A fact of a search is not its own",
                 where=str(path),
-                expected=f"{FORMAT}, {path.relative_to(self.folder)} of {self.name}",
-                found=str(error),
-                next_step="bring back what was there; a result or proposal can be removed: the "
-                "search goes on without it",
-            ) from error
+                expected=f"{FORMAT}, {name} of {self.name}",
+                found=f"{head[0]}, {head[2]} of {head[1]}",
+                next_step=_RESTORE,
+            )
+        return check_form(kind, value, str(path), "A fact of a search", _RESTORE)
 
 
 def now() -> str:

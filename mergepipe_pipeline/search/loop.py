@@ -18,9 +18,8 @@ from mergepipe_pipeline.errors import BusyError, SearchError
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.quality.child import AbandonedError
 from mergepipe_pipeline.search.candidate import measure, merge_candidate, proposal_of
-from mergepipe_pipeline.search.ledger import Ledger
+from mergepipe_pipeline.search.ledger import Ledger, Result, Search
 from mergepipe_pipeline.search.proposing import SearchState, propose, state_of
-from mergepipe_pipeline.search.records import Result, Search
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: Hears of each result, and where the search is.
@@ -55,7 +54,7 @@ def run_search(
 def _failed(what: str, search: Search, state: SearchState, expected: str) -> SearchError:
     return SearchError(
         what,
-        where=f"{search.name}, {state.told}",
+        where=f"{search.name}, {state.summary}",
         expected=expected,
         found=state.ended,
         next_step="if what failed was around the evaluator, remove these files and run it again: "
@@ -104,11 +103,9 @@ class _Loop:
 
     def _begin_one(self, state: SearchState) -> bool:
         """Begin what waits, or what is proposed for it; False where there is nothing to begin."""
-        waiting, file = state.waiting, self._search.file
-        if not waiting and state.left:
-            # A round is proposed at once; any other point as late as possible.
-            count = file.workers - len(self._running) if file.proposer == "sync" else 1
-            waiting = tuple(propose(self._warehouse, self._search, count, self._progress))
+        waiting = state.waiting
+        if not waiting and state.left:  # as late as possible: more is known then
+            waiting = tuple(propose(self._warehouse, self._search, 1, self._progress))
         return any(self._begin(number) for number in waiting[:1])
 
     def _begin(self, number: int) -> bool:

@@ -1,17 +1,18 @@
-"""How much each layer is expected to matter, before anything is evaluated.
+"""How much each layer is expected to matter, before anything is evaluated: the prior of AP-BMM.
 
 Differences of parameters come from the catalog's statistics; no weight is read for them, unless a
 source was not analysed yet. A layer's score is the mean over its tensors of ‖Δ‖, each as a share of
 the mean over layers of the tensor of that role: shapes and scales differ from role to role, and the
 catalog has no norms of the base. Of a mix, Δ is what lies between the two sources: exact norms, and
-inner products from sketches.
+inner products from sketches. A short length-scale says that an objective changes fast along a
+dimension. In the paper (arXiv 2512.09972) only ranks of scores enter; here how far they are apart.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 
@@ -20,16 +21,9 @@ from mergepipe_pipeline.domain.layers import layer_count, layer_index, layer_nam
 from mergepipe_pipeline.domain.model import grid_for
 from mergepipe_pipeline.domain.stats import TensorStats, widened
 from mergepipe_pipeline.facts.expert_stats import common_pairs, ensure_stats
-from mergepipe_pipeline.optimise.prior import (
-    length_scales,
-    mixed_scores,
-    proportional_length_scales,
-)
 from mergepipe_pipeline.progress import Progress
-from mergepipe_pipeline.search.blocks import grouped
-from mergepipe_pipeline.search.ledger import Ledger
+from mergepipe_pipeline.search.ledger import Ledger, Prior, Search
 from mergepipe_pipeline.search.prompts import activation_differences
-from mergepipe_pipeline.search.records import Prior, Search
 from mergepipe_pipeline.search.space import Space, numbered
 from mergepipe_pipeline.search.start import models_of
 from mergepipe_pipeline.warehouse import Warehouse
@@ -51,29 +45,21 @@ def search_prior(warehouse: Warehouse, search: Search, progress: Progress | None
 
 def _prior(warehouse: Warehouse, search: Search, progress: Progress | None) -> Prior:
     file, names = search.file, numbered(search.layers)
-    count = len(names) if file.blocks is None else file.blocks
-    parameter = activation = None
-    if file.prior != "none" or count < len(names):
-        parameter = _parameter_differences(warehouse, search, progress)
+    parameter, activation = _parameter_differences(warehouse, search, progress), None
     if file.prompts is not None:
         activation = activation_differences(
-            file, search.folder, models_of(warehouse, search), len(names), search.told
+            file, search.folder, models_of(warehouse, search), len(names), search.summary
         )
-    one_each = tuple((number,) for number in range(len(names)))
-    blocks = one_each if count == len(names) or parameter is None else grouped(parameter, count)
+    blocks = grouped(parameter, len(names) if file.space.blocks is None else file.space.blocks)
     space = Space(file, search.layers, tuple(tuple(names[n] for n in b) for b in blocks))
-    scores = lengths = None
-    if file.prior != "none" and parameter is not None:
-        scores = _per_coordinate(space, mixed_scores(parameter, activation), names)
-        is_held = file.prior == "map"
-        lengths = _tuple((proportional_length_scales if is_held else length_scales)(scores))
+    scores = _per_coordinate(space, mixed_scores(parameter, activation), names)
     return Prior(
         space.labels,
         space.blocks,
-        None if parameter is None else _tuple(parameter),
+        _tuple(parameter),
         None if activation is None else _tuple(activation),
-        None if scores is None else _tuple(scores),
-        lengths,
+        _tuple(scores),
+        _tuple(length_scales(scores)),
     )
 
 
@@ -96,7 +82,7 @@ def _parameter_differences(
 ) -> F64Array:
     """A score per numbered layer, from the catalog."""
     models = models_of(warehouse, search)
-    base, sources = models[search.file.base], [models[s] for s in search.file.sources]
+    base, sources = models[search.file.base_model], [models[s] for s in search.file.sources]
     wanted = [(source, common_pairs(source, base)) for source in sources]
     known = ensure_stats(warehouse, wanted, base, grid_for(base, None), progress)
     tensors = [{t.base_tensor: t for t in stats.tensors} for stats in known]
@@ -138,3 +124,76 @@ def _product(one: TensorStats, other: TensorStats) -> float:
 
 def _tuple(values: F64Array) -> tuple[float, ...]:
     return tuple(float(v) for v in values)
+
+
+#: Consistent with a standard deviation, for normal scores.
+_MAD_SCALE = 1.4826
+_SMALL = 1e-8
+#: Where a sigmoid is flat.
+_FAR = 50.0
+
+
+def mixed_scores(parameter: F64Array, activation: F64Array | None = None) -> F64Array:
+    """Scores between 0.05 and 1 from differences of parameters and, if known, of activations.
+
+    Each is normalised, both are averaged and smoothed over neighbours. What is not finite counts as
+    the middle.
+    """
+    kinds = [parameter] if activation is None else [parameter, activation]
+    mixed = np.mean([_normalised(scores) for scores in kinds], axis=0)
+    smooth = mixed.copy()
+    smooth[1:-1] = mixed[:-2] / 4 + mixed[1:-1] / 2 + mixed[2:] / 4
+    scores: F64Array = np.clip(smooth, 0.05, 1.0)
+    return scores
+
+
+def length_scales(scores: F64Array) -> F64Array:
+    """Length-scales in inverse proportion to scores above 0: 0.5 for a score of 1."""
+    lengths: F64Array = 0.5 / scores
+    return lengths
+
+
+def _normalised(scores: F64Array) -> F64Array:
+    """0 to 1 about the median, robustly; between the extremes where most scores are equal."""
+    known = scores[np.isfinite(scores)]
+    middle = np.full(len(scores), 0.5)
+    if not len(known):
+        return middle
+    median = np.median(known)
+    spread = np.median(np.abs(known - median))
+    if spread >= _SMALL:
+        apart = (scores - median) / (_MAD_SCALE * spread + _SMALL)
+        scaled = 1 / (1 + np.exp(-np.clip(apart, -_FAR, _FAR)))
+    elif np.ptp(known) >= _SMALL:
+        scaled = (scores - known.min()) / np.ptp(known)
+    else:
+        return middle
+    return np.where(np.isfinite(scores), scaled, middle)
+
+
+def grouped(scores: F64Array, count: int) -> tuple[tuple[int, ...], ...]:
+    """The numbers of layers in `count` runs with the least sum of squared errors about their means.
+
+    By dynamic programming over the ends of runs, in n² · count steps.
+    """
+    n = len(scores)
+    sums, squares = (np.concatenate([[0.0], np.cumsum(x)]) for x in (scores, scores**2))
+
+    def error(start: int, stop: int) -> float:
+        total = sums[stop] - sums[start]
+        return float(squares[stop] - squares[start] - total * total / (stop - start))
+
+    best = [[np.inf] * (n + 1) for _ in range(count + 1)]
+    came = [[0] * (n + 1) for _ in range(count + 1)]
+    best[0][0] = 0.0
+    for runs in range(1, count + 1):
+        for stop in range(runs, n + 1):
+            options = [
+                best[runs - 1][start] + error(start, stop) for start in range(runs - 1, stop)
+            ]
+            least = int(np.argmin(options))
+            best[runs][stop], came[runs][stop] = options[least], runs - 1 + least
+    cuts = [n]
+    for runs in range(count, 0, -1):
+        cuts.append(came[runs][cuts[-1]])
+    return tuple(tuple(range(start, stop)) for start, stop in pairwise(reversed(cuts)))

@@ -1,4 +1,9 @@
-"""How far the sources' activations are apart over a file of prompts, in a child process."""
+"""How far the sources' activations are apart over a file of prompts, layer by layer.
+
+The forward pass is a process of its own: `python -m … PROMPTS FOLDER FOLDER …` prints a JSON list
+with one number per layer: 1 − cosine of the last token's states after the layer, the mean over
+prompts and over all models but the last against the last.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +12,14 @@ import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from mergepipe_pipeline.arrays import F64Array
 from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.errors import EvaluationError, SearchError
+from mergepipe_pipeline.quality.builtin import LOCAL
 from mergepipe_pipeline.quality.child import run_child
 from mergepipe_pipeline.quality.evaluators import environment_of
 from mergepipe_pipeline.search.search_file import SearchFile
@@ -57,7 +64,7 @@ def activation_differences(
     assert file.prompts is not None
     prompts = folder / file.prompts
     folders = _folders(file, models, where)
-    command = [sys.executable, "-m", "mergepipe_pipeline.search.activation", str(prompts), *folders]
+    command = [sys.executable, "-m", "mergepipe_pipeline.search.prompts", str(prompts), *folders]
     environment = environment_of(type(file.evaluator)(), Path(folders[0]))
     ended = run_child(command, folder=folder, environment=environment, timeout_s=_MOST_S)
     lines = ended.stdout.decode(errors="replace").strip().splitlines()
@@ -76,7 +83,7 @@ def _folders(file: SearchFile, models: Mapping[str, Model], where: str) -> list[
     """The folders that transformers loads: the sources, the last of which others are held against,
     or the base after them. Raises SearchError.
     """
-    texts = file.sources if file.is_mix else (*file.sources, file.base)
+    texts = file.sources if file.is_mix else (*file.sources, file.base_model)
     roots = []
     for text in texts:
         (checkpoint, *others) = models[text].checkpoints
@@ -90,3 +97,51 @@ def _folders(file: SearchFile, models: Mapping[str, Model], where: str) -> list[
             )
         roots.append(checkpoint.root)
     return roots
+
+
+_MOST_TOKENS, _MOST_PROMPTS = 256, 64
+
+
+def main(prompts: str, *folders: str) -> None:
+    """Print the differences of the models in all folders from the last."""
+    texts = _texts(Path(prompts))
+    import torch
+    from torch.nn.functional import cosine_similarity
+
+    *states, last = (_states(folder, texts) for folder in folders)
+    apart = [1 - cosine_similarity(of_one, last, dim=-1).mean(dim=0) for of_one in states]
+    print(json.dumps([float(x) for x in torch.stack(apart).mean(dim=0)]))
+
+
+def _texts(file: Path) -> list[str]:
+    """One prompt per line that is not blank; of JSON Lines the key `text`, or the line's text."""
+    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if file.suffix in {".jsonl", ".ndjson"}:
+        rows = [json.loads(line) for line in lines]
+        lines = [str(x["text"]) if isinstance(x, dict) else str(x) for x in rows]
+    if not lines:
+        sys.exit(f"{file} has no prompt")
+    return lines[:_MOST_PROMPTS]
+
+
+def _states(folder: str, texts: list[str]) -> Any:
+    """The last token's hidden state after each layer, [prompts, layers, hidden], in float32."""
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError:
+        sys.exit("activations need transformers: pip install 'mergepipe-pipeline[demo]'")
+    import torch
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **LOCAL)
+    rows = []
+    with torch.inference_mode():
+        for text in texts:
+            given = tokenizer(text, truncation=True, max_length=_MOST_TOKENS, return_tensors="pt")
+            states = model(input_ids=given["input_ids"], output_hidden_states=True).hidden_states
+            rows.append(torch.stack([layer[0, -1].float() for layer in states[1:]]))
+    return torch.stack(rows)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

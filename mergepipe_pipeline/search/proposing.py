@@ -10,13 +10,11 @@ import numpy as np
 
 from mergepipe_pipeline.arrays import F64Array
 from mergepipe_pipeline.errors import SearchError
-from mergepipe_pipeline.optimise.design import diagonal
-from mergepipe_pipeline.optimise.proposers import proposer
-from mergepipe_pipeline.optimise.trials import Trials
 from mergepipe_pipeline.progress import Progress
-from mergepipe_pipeline.search.ledger import Ledger
+from mergepipe_pipeline.search.bayes import Proposer
+from mergepipe_pipeline.search.ledger import Ledger, Prior, Proposal, Result, Search
+from mergepipe_pipeline.search.pareto import Trials, diagonal
 from mergepipe_pipeline.search.prior import search_prior
-from mergepipe_pipeline.search.records import Prior, Proposal, Result, Search
 from mergepipe_pipeline.warehouse import Warehouse
 
 
@@ -37,7 +35,7 @@ class SearchState:
     ended: str
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """All of it in one sentence."""
         return (
             f"{self.done} of {self.evaluations} evaluated, {self.failed} of them failed; "
@@ -80,7 +78,7 @@ def propose(
     """Write down up to `count` new points, as the results and pending proposals suggest; their
     numbers.
 
-    Fewer, or none, where the method waits for pending ones or the search has all its evaluations.
+    Fewer, or none, where the search has all its evaluations.
     Raises SearchError where nothing is pending and the grid has no other point.
     """
     prior = search_prior(warehouse, search, progress)
@@ -108,17 +106,9 @@ def _points(
 ) -> F64Array:
     file = search.file
     dims, objectives = len(prior.labels), len(file.objectives)
-    asked = proposer(
-        file.proposer,
-        dims=dims,
-        objectives=objectives,
-        seed=file.seed,
-        initial=file.initial,
-        length_scales=None if prior.length_scales is None else np.array(prior.length_scales),
-        prior=file.prior,
-        # One weight for all layers, which layers that fit each other often need.
-        begin=diagonal(dims, file.initial // 2),
-    )
+    # One weight for all layers, which layers that fit each other often need.
+    begin = diagonal(dims, file.initial // 2)
+    asked = Proposer(dims, file.seed, file.initial, np.array(prior.length_scales), begin)
     tried, pending = sorted(results), sorted(proposals.keys() - results.keys())
     trials = Trials(
         _table([results[n].point for n in tried], dims),

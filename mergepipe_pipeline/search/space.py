@@ -73,8 +73,7 @@ class Space:
     def groups(self) -> tuple[Group, ...]:
         """The blocks, then the head and the embeddings where they are searched."""
         names = [layer.name for layer in self.layers]
-        searched = {"head": self.file.head is None, "embed": self.file.embeddings is None}
-        outer = [n for n in ("head", "embed") if searched[n] and n in names]
+        outer = [n for n in ("head", "embed") if n not in self.file.fixed and n in names]
         return (
             *(Group(_label(block), block) for block in self.blocks),
             *(Group(name, (name,)) for name in outer),
@@ -85,7 +84,7 @@ class Space:
         """What each coordinate is, in the order of points."""
         sources = [""] if self.file.is_mix else [f" of {s}" for s in self.file.sources]
         of_weights = [f"{group.label}{source}" for group in self.groups for source in sources]
-        return (*of_weights, *(["density"] if self.file.density else []))
+        return (*of_weights, *(["density"] if self.file.space.density else []))
 
     @property
     def dims(self) -> int:
@@ -94,12 +93,9 @@ class Space:
 
     def weights(self, point: Sequence[float]) -> dict[str, tuple[float, ...]]:
         """Per layer the weight of each source at a point."""
-        fixed = {"head": self.file.head, "embed": self.file.embeddings}
-        by_layer = {
-            layer.name: self._weights([x])
-            for layer in self.layers
-            if (x := fixed.get(layer.name)) is not None
-        }
+        fixed = self.file.fixed
+        names = (layer.name for layer in self.layers)
+        by_layer = {name: self._weights([fixed[name]]) for name in names if name in fixed}
         step = 1 if self.file.is_mix else len(self.file.sources)
         for number, group in enumerate(self.groups):
             weights = self._weights(point[number * step : (number + 1) * step])
@@ -111,15 +107,15 @@ class Space:
         if self.file.is_mix:
             (x,) = coordinates
             return (x, 1.0 - x)
-        low, high = self.file.range
+        low, high = self.file.space.range or (0.0, 1.0)
         each = [low + x * (high - low) for x in coordinates]
         return tuple(each) if len(each) > 1 else (each[0],) * len(self.file.sources)
 
     def density(self, point: Sequence[float]) -> float | None:
         """The density at a point; None where it is not searched."""
-        if self.file.density is None:
+        if self.file.space.density is None:
             return None
-        low, high = self.file.density
+        low, high = self.file.space.density
         return low + point[-1] * (high - low)
 
     def recipe(self, title: str, point: Sequence[float]) -> str:
@@ -130,8 +126,8 @@ class Space:
         weights, density = self.weights(point), self.density(point)
         lines = [
             f"# {title}",
-            f"merge_method: {self.file.method}",
-            f"base_model: {_text(self.file.base)}",
+            f"merge_method: {self.file.merge_method}",
+            f"base_model: {_text(self.file.base_model)}",
             "models:",
         ]
         for number, source in enumerate(self.file.sources):

@@ -15,7 +15,6 @@ from mergepipe_pipeline.errors import (
     RecipeError,
     SearchError,
 )
-from mergepipe_pipeline.optimise.proposers import proposer
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.quality.evaluators import command_of, evaluator_id
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
@@ -23,9 +22,9 @@ from mergepipe_pipeline.recipe.references import identity, parse_reference
 from mergepipe_pipeline.resolution.locate import Places
 from mergepipe_pipeline.resolution.recipe_text import parse, yaml_file
 from mergepipe_pipeline.resolution.resolve import ResolvedRecipe, open_stage, resolve
-from mergepipe_pipeline.search.ledger import Ledger, searches
+from mergepipe_pipeline.search.bayes import refuse_without_botorch
+from mergepipe_pipeline.search.ledger import Ledger, Search, searches
 from mergepipe_pipeline.search.prompts import refuse_no_activations
-from mergepipe_pipeline.search.records import Search
 from mergepipe_pipeline.search.search_file import SearchFile, parse_search
 from mergepipe_pipeline.search.space import Space, layers_of, numbered
 from mergepipe_pipeline.storage.regular import text_of
@@ -53,8 +52,8 @@ def read_search(warehouse: Warehouse, path: Path) -> Search:
     file = parse_search(text, text_of(path))
     command_of(file.evaluator, folder)
     models = _models(warehouse, file, folder)
-    # It refuses a method whose packages are not installed.
-    proposer(file.proposer, dims=1, objectives=len(file.objectives), seed=0, initial=1)
+    if file.evaluations > file.initial:
+        refuse_without_botorch()
     refuse_no_activations(file, folder, models, text_of(path))
     layers = layers_of([models[source].views for source in file.sources])
     n_layers = len(numbered(layers))
@@ -66,12 +65,12 @@ def read_search(warehouse: Warehouse, path: Path) -> Search:
             found=", ".join(layer.name for layer in layers[:3]),
             next_step="a search gives weights to layers: sweep the weights of recipes instead",
         )
-    if file.blocks is not None and file.blocks > n_layers:
+    if file.space.blocks is not None and file.space.blocks > n_layers:
         raise RecipeError(
             "A search has more blocks than its models have layers",
             where=f"{text_of(path)}, space.blocks",
             expected=f"at most {n_layers}",
-            found=str(file.blocks),
+            found=str(file.space.blocks),
             next_step="write fewer, or leave the key out for one per layer",
         )
     search = Search(name, text, file, folder, layers, evaluator_id(file.evaluator, folder))
@@ -163,7 +162,8 @@ def _models(warehouse: Warehouse, file: SearchFile, folder: Path) -> Mapping[str
     _, models = open_stage(Places(warehouse, folder), parsed)
     by_identity = {identity(r): model for r, model in zip(parsed.references, models, strict=True)}
     return {
-        text: by_identity[identity(parse_reference(text))] for text in (*file.sources, file.base)
+        text: by_identity[identity(parse_reference(text))]
+        for text in (*file.sources, file.base_model)
     }
 
 

@@ -24,10 +24,9 @@ from mergepipe_pipeline.recipe.references import parse_reference
 from mergepipe_pipeline.recipe.yaml_text import MAX_NBYTES
 from mergepipe_pipeline.search.candidate import evaluate
 from mergepipe_pipeline.search.cost import SearchCost, search_cost
-from mergepipe_pipeline.search.ledger import Ledger, searches
+from mergepipe_pipeline.search.ledger import Ledger, Prior, Result, Search, searches
 from mergepipe_pipeline.search.prior import search_prior
 from mergepipe_pipeline.search.proposing import SearchState, propose, state_of
-from mergepipe_pipeline.search.records import Prior, Result, Search
 from mergepipe_pipeline.search.search_file import SearchFile, parse_search
 from mergepipe_pipeline.search.start import start_search
 from mergepipe_pipeline.storage.regular import read_small
@@ -123,7 +122,7 @@ def due_of(warehouse: Warehouse, standing: StandingSearch) -> SearchDue:
         known=tuple(sorted(ledger.proposals())),
         results=results_token(warehouse, standing),
         has_all=state.done >= state.evaluations,
-        status=f"{state.told}; {state.ended}" if state.ended else state.told,
+        status=f"{state.summary}; {state.ended}" if state.ended else state.summary,
     )
 
 
@@ -177,7 +176,7 @@ def _read(warehouse: Warehouse, standing: StandingSearch) -> StandingSearch:
 
 
 def _members(file: SearchFile) -> Iterator[str]:
-    for text in (file.base, *file.sources):
+    for text in (file.base_model, *file.sources):
         ref = parse_reference(text)
         yield ref.model
         if ref.lora is not None:

@@ -16,7 +16,7 @@ from tests.dagster_layer.test_experts import jobs
 from tests.search.world import EVALUATOR, SEARCH, World
 
 pytestmark = [pytest.mark.waits, pytest.mark.filterwarnings("ignore::Warning")]
-SMALL = "evaluations: 4\ninitial: 4\nworkers: 2\nmethod: sobol\n"
+SMALL = "evaluations: 4\ninitial: 4\nworkers: 2\n"
 
 
 @pytest.fixture

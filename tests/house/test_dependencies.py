@@ -46,7 +46,7 @@ DEMO = {file for file in EVERYWHERE if (ROOT / "mergepipe_pipeline/demo") in fil
 # These name the extra, too.
 DEMO |= {
     ROOT / "mergepipe_pipeline" / file
-    for file in ("quality/builtin.py", "search/activation.py", "tools/moe_gates.py")
+    for file in ("quality/builtin.py", "search/prompts.py", "tools/moe_gates.py")
 }
 CORE = declared(PROJECT["dependencies"])
 EXTRAS = {name: declared(texts) for name, texts in PROJECT["optional-dependencies"].items()}

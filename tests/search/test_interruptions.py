@@ -84,12 +84,12 @@ def _bytes(world: World, name: str) -> dict[Path, bytes]:
     return {p.relative_to(folder): p.read_bytes() for p in found}
 
 
-@pytest.mark.parametrize(("method", "workers"), [("sobol", 1), ("async", 3)])
+@pytest.mark.parametrize(("initial", "workers"), [(8, 1), (6, 3)])
 def test_a_search_that_is_killed_at_random_moments_loses_nothing_and_does_nothing_twice(
-    world: World, start: Start, method: str, workers: int
+    world: World, start: Start, initial: int, workers: int
 ) -> None:
-    keys = f"evaluations: 8\ninitial: 6\nmethod: {method}\nworkers: {workers}\nprior: none\n"
-    if method == "async":
+    keys = f"evaluations: 8\ninitial: {initial}\nworkers: {workers}\n"
+    if initial < 8:
         pytest.importorskip("botorch", reason="needs the extra `search`")
     draw, kills, kept = random.Random(7), 5, dict[Path, bytes]()
     killed = world.write(keys, name="killed")
@@ -110,7 +110,7 @@ def test_a_search_that_is_killed_at_random_moments_loses_nothing_and_does_nothin
     assert len(set(ended)) == 8
     assert len(ended) <= 8 + kills * workers
     assert len(world.log("begun")) <= 8 + kills * workers
-    if method == "sobol":
+    if initial == 8:
         _ended(start(world.write(keys, name="undisturbed")), world)
         assert _facts(world, "undisturbed") == _facts(world, "killed")
         assert _bytes(world, "undisturbed").keys() == _bytes(world, "killed").keys()
@@ -138,7 +138,7 @@ def _is_whole(world: World, name: str) -> None:
 
 
 def test_ctrl_c_ends_a_search_at_once_and_it_goes_on_later(world: World, start: Start) -> None:
-    path = world.write("evaluations: 3\nmethod: sobol\nworkers: 2\nprior: none\n")
+    path = world.write("evaluations: 3\ninitial: 3\nworkers: 2\n")
     world.flag("slow", "30")
     process = start(path)
     for _ in range(6000):
@@ -160,7 +160,7 @@ def test_ctrl_c_ends_a_search_at_once_and_it_goes_on_later(world: World, start: 
 
 
 def test_two_processes_share_a_search(world: World, start: Start) -> None:
-    path = world.write("evaluations: 4\nmethod: sobol\nprior: none\n")
+    path = world.write("evaluations: 4\ninitial: 4\n")
     one, other = start(path), start(path)
     _ended(one, world)
     _ended(other, world)

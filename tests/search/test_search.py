@@ -77,7 +77,7 @@ def test_a_search_publishes_its_front_and_costs_no_more_than_was_stated(world: W
     spent = [t["merge"] for t in trials]
     assert spent[0]["layers_merged"] == cost["layers"] == 5
     # The embeddings are not searched: every other candidate takes them over.
-    assert [m["layers_merged"] for m in spent[1:]] == [cost["layers_changed"]] * 5 == [4] * 5
+    assert max(m["layers_merged"] for m in spent[1:]) == cost["layers_changed"] == 4
     assert sum(m["nbytes_read"] for m in spent) <= cost["nbytes"] < cost["scratch_nbytes"]
     assert all(m["nbytes_read"] < m["scratch_nbytes"] for m in spent[1:])
     _front_is_published(world, shown)
@@ -109,7 +109,7 @@ def _front_is_published(world: World, shown: dict) -> None:  # type: ignore[type
 
 
 def test_half_of_the_first_candidates_have_one_weight_for_all_layers(world: World) -> None:
-    search = start_search(world.home, world.write("evaluations: 6\ninitial: 6\nmethod: sobol\n"))
+    search = start_search(world.home, world.write("evaluations: 6\ninitial: 6\n"))
     run_search(world.home, search)
     points = [t.point for t in front(world.home, search).trials]
     assert points[:3] == [(x,) * 4 for x in (0.0, 0.5, 1.0)]
@@ -117,7 +117,7 @@ def test_half_of_the_first_candidates_have_one_weight_for_all_layers(world: Worl
 
 
 def test_of_candidates_with_equal_values_the_first_is_on_the_front(world: World) -> None:
-    path = world.write("evaluations: 3\nmethod: sobol\n")
+    path = world.write("evaluations: 3\ninitial: 3\n")
     path.write_text(path.read_text().replace("good:", "half:").replace("cost:", "third:"))
     evaluator = world.folder / "eval.py"
     evaluator.write_text(evaluator.read_text().replace('"half": 0.5', '"half": 0.5, "third": 1'))
@@ -129,7 +129,7 @@ def test_of_candidates_with_equal_values_the_first_is_on_the_front(world: World)
 def test_what_is_worse_than_the_worst_anchor_is_still_told_apart_by_front_and_pick(
     world: World,
 ) -> None:
-    path = world.write("evaluations: 4\ninitial: 4\nmethod: sobol\n")
+    path = world.write("evaluations: 4\ninitial: 4\n")
     text = path.read_text().replace("good:", "half:")
     worse = "{direction: max, anchors: [5, 6]}"
     path.write_text(text.replace("{direction: min, anchors: [2, 0]}", worse))
@@ -144,7 +144,7 @@ def test_what_is_worse_than_the_worst_anchor_is_still_told_apart_by_front_and_pi
 
 def test_a_failed_evaluation_is_a_result_and_not_the_end(world: World) -> None:
     world.flag("picky")
-    search = start_search(world.home, world.write("evaluations: 4\nmethod: sobol\n"))
+    search = start_search(world.home, world.write("evaluations: 4\ninitial: 4\n"))
     state = run_search(world.home, search)
     trials = front(world.home, search).trials
     failed = [t for t in trials if t.failure]
@@ -158,7 +158,7 @@ def test_a_failed_evaluation_is_a_result_and_not_the_end(world: World) -> None:
 def test_a_search_whose_evaluations_all_fail_ends_and_goes_on_when_it_is_mended(
     world: World,
 ) -> None:
-    path = world.write("evaluations: 6\nmethod: sobol\nfailures: 3\n")
+    path = world.write("evaluations: 6\ninitial: 6\nfailures: 3\n")
     path.write_text(path.read_text().replace("good:", "best:"))
     done = call(world, "search", path)
     assert done.exit_code == SearchError.exit_code
@@ -173,7 +173,7 @@ def test_a_search_whose_evaluations_all_fail_ends_and_goes_on_when_it_is_mended(
 
 
 def test_a_search_of_which_nothing_could_be_measured_ends_with_an_error(world: World) -> None:
-    path = world.write("evaluations: 2\nmethod: sobol\n")
+    path = world.write("evaluations: 2\ninitial: 2\n")
     (world.folder / "eval.py").write_text("raise SystemExit('no such dataset')")
     for _ in range(2):
         done = call(world, "search", path)
@@ -190,7 +190,7 @@ def test_a_search_of_which_nothing_could_be_measured_ends_with_an_error(world: W
 def test_an_objective_in_which_all_candidates_are_beyond_its_worst_anchor_is_told(
     world: World,
 ) -> None:
-    path = world.write("evaluations: 4\ninitial: 2\nmethod: sobol\n")
+    path = world.write("evaluations: 4\ninitial: 2\n")
     path.write_text(path.read_text().replace("anchors: [2, 0]", "anchors: [-1, -2]"))
     done = call(world, "search", path)
     assert done.exit_code == 0, done.stderr
@@ -201,7 +201,7 @@ def test_an_objective_in_which_all_candidates_are_beyond_its_worst_anchor_is_tol
     assert said in shown.stderr
     (warning,) = json.loads(shown.stdout)["warnings"]
     assert "the nearest is 0" in warning
-    path = world.write("evaluations: 4\ninitial: 2\nmethod: sobol\n", "sound")
+    path = world.write("evaluations: 4\ninitial: 4\n", "sound")
     assert said.split(" of")[0] not in call(world, "search", path).stderr
 
 
@@ -227,7 +227,7 @@ def test_a_search_whose_name_ends_in_a_number_waits_for_no_candidate_of_another(
 
 def test_a_candidate_is_evaluated_by_one_process_at_a_time(world: World) -> None:
     home = world.home
-    search = start_search(home, world.write("evaluations: 3\nmethod: sobol\n"))
+    search = start_search(home, world.write("evaluations: 3\ninitial: 3\n"))
     assert propose(home, search, 2) == [1, 2]
     with Ledger(home, "mix").claim(1):
         state = state_of(home, search)
@@ -245,7 +245,7 @@ def test_a_search_whose_last_candidates_others_propose_meanwhile_is_not_used_up(
     world: World,
 ) -> None:
     home = world.home
-    search = start_search(home, world.write("evaluations: 3\nmethod: sobol\nprior: none\n"))
+    search = start_search(home, world.write("evaluations: 3\ninitial: 3\n"))
     for number in propose(home, search, 2):
         evaluate(home, search, number)
     ledger = Ledger(home, "mix")
@@ -263,7 +263,7 @@ def test_a_search_whose_last_candidates_others_propose_meanwhile_is_not_used_up(
 
 def test_a_search_that_has_tried_every_point_of_its_grid_says_so(world: World) -> None:
     home = world.home
-    keys = "evaluations: 66\nmethod: sobol\nprior: none\nspace: {blocks: 1, head: 0.5}\n"
+    keys = "evaluations: 66\ninitial: 66\nspace: {blocks: 1, head: 0.5}\n"
     search = start_search(home, world.write(keys))
     assert len(search_prior(home, search).labels) == 1
     ledger = Ledger(home, "mix")
@@ -282,7 +282,7 @@ def test_another_file_another_source_and_another_evaluator_are_refused(world: Wo
     search = start_search(home, path)
     path.write_text("# the same\n" + path.read_text())
     assert start_search(home, path).began == search.began
-    world.write("evaluations: 7\nmethod: sobol\n")
+    world.write("evaluations: 7\ninitial: 7\n")
     with pytest.raises(SearchError, match="Another search has this name"):
         start_search(home, path)
     world.write()
@@ -340,7 +340,7 @@ def test_what_does_not_fit_the_models_is_refused_before_anything_is_written(
 
 def test_pick_publishes_the_cheapest_and_says_the_best_there_is(world: World) -> None:
     home = world.home
-    search = start_search(home, world.write("evaluations: 5\ninitial: 1\nmethod: sobol\n"))
+    search = start_search(home, world.write())
     run_search(home, search)
     trials = front(home, search).trials
     enough = [t for t in trials if t.metrics["good"] >= 0.4]
@@ -355,7 +355,7 @@ def test_pick_publishes_the_cheapest_and_says_the_best_there_is(world: World) ->
     exact = {name: off.metrics[name] for name in ("good", "cost")}
     assert pick(home, search, exact, exact, ref="off").snapshot_id == off.snapshot_id
     with pytest.raises(SearchError) as caught:
-        pick(home, search, {"good": 0.95})
+        pick(home, search, {"good": 1.5})
     top = max(trials, key=lambda t: t.metrics["good"])
     assert caught.value.found == (
         f"the highest good is {top.metrics['good']:.10g}, of candidate {top.number}"
@@ -369,7 +369,8 @@ def test_pick_publishes_the_cheapest_and_says_the_best_there_is(world: World) ->
 def test_a_metric_too_far_from_its_anchors_for_a_number_is_a_failure_of_its_candidate(
     world: World,
 ) -> None:
-    path = world.write("evaluations: 2\ninitial: 1\nmethod: sobol\n")
+    pytest.importorskip("botorch", reason="needs the extra `search`")
+    path = world.write("evaluations: 2\ninitial: 1\n")
     path.write_text(path.read_text().replace("anchors: [0, 1]", "anchors: [0, 1.0e-309]"))
     search = start_search(world.home, path)
     with pytest.raises(SearchError, match="without a front"):
@@ -386,7 +387,7 @@ def test_a_candidate_that_would_be_another_snapshot_by_now_is_not_published(worl
     for name, far in (("base", 0.0), ("one", 0.01), ("zero", 0.01)):
         far_off = {k: v + far * torch.randn(v.shape, generator=generator) for k, v in base.items()}
         write_model(world.folder / name, far_off, **size)
-    path = world.write("evaluations: 2\ninitial: 1\nmethod: sobol\nbudget: 40%\n")
+    path = world.write("evaluations: 2\ninitial: 2\nbudget: 40%\n")
     assert call(world, "search", path).exit_code == 0
     refs = sorted(world.home.refs.names())
     names = [world.folder / name for name in ("one", "zero")]
@@ -404,7 +405,7 @@ def test_a_candidate_that_would_be_another_snapshot_by_now_is_not_published(worl
 def test_a_search_goes_on_and_publishes_without_a_proposal_that_has_a_result(
     world: World, number: int
 ) -> None:
-    path, home = world.write("evaluations: 6\ninitial: 1\nmethod: sobol\n"), world.home
+    path, home = world.write("evaluations: 6\ninitial: 6\n"), world.home
     assert call(world, "search", path).exit_code == 0
     before = front(home, search_of(home, "mix"))
     proposal = Ledger(home, "mix").folder / "proposals" / f"{number:04d}.json"
@@ -422,7 +423,7 @@ def test_a_search_goes_on_and_publishes_without_a_proposal_that_has_a_result(
 
 def test_a_damaged_result_is_said_and_repair_has_it_evaluated_again(world: World) -> None:
     home = world.home
-    search = start_search(home, world.write("evaluations: 2\nmethod: sobol\n"))
+    search = start_search(home, world.write("evaluations: 2\ninitial: 2\n"))
     run_search(home, search)
     before = front(home, search)
     path = home.search_ledgers / "mix" / "results" / "0002.json"
@@ -446,7 +447,7 @@ def test_a_damaged_result_is_said_and_repair_has_it_evaluated_again(world: World
 
 def test_a_fact_under_another_name_or_of_another_search_is_no_fact(world: World) -> None:
     home = world.home
-    search = start_search(home, world.write("evaluations: 2\nmethod: sobol\n"))
+    search = start_search(home, world.write("evaluations: 2\ninitial: 2\n"))
     propose(home, search, 2)
     folder = home.search_ledgers / "mix" / "proposals"
     (folder / "0003.json").write_bytes((folder / "0002.json").read_bytes())
@@ -462,19 +463,18 @@ def test_layers_that_differ_more_have_shorter_length_scales_and_blocks_of_their_
     world: World,
 ) -> None:
     world.make("one", 1.0, layer_1=9.0)
-    path = world.write("evaluations: 2\nmethod: sobol\nspace: {blocks: 2, embeddings: search}\n")
+    path = world.write("evaluations: 2\ninitial: 2\nspace: {blocks: 2, embeddings: search}\n")
     search = start_search(world.home, path)
     prior = search_prior(world.home, search)
     assert prior.parameter == pytest.approx((3 / 11, 27 / 11, 3 / 11), rel=1e-3)
     assert prior.labels[2:] == ("head", "embed")
     assert len(prior.blocks) == 2
-    assert prior.length_scales is not None
     (own,) = [n for n, block in enumerate(prior.blocks) if "layer.01" in block]
     assert prior.length_scales[own] == min(prior.length_scales)
 
 
 def test_layers_that_do_not_change_are_taken_over_from_other_candidates(world: World) -> None:
-    path = world.write("evaluations: 3\nmethod: sobol\nspace: {blocks: 1, head: 0.5}\n")
+    path = world.write("evaluations: 3\ninitial: 3\nspace: {blocks: 1, head: 0.5}\n")
     path.write_text(path.read_text().replace("task_arithmetic", "linear"))
     search = start_search(world.home, path)
     assert search_cost(world.home, search).layers_changed == 3
@@ -488,7 +488,7 @@ def test_layers_that_do_not_change_are_taken_over_from_other_candidates(world: W
 
 
 def test_each_source_may_have_a_weight_of_its_own_and_a_density(world: World) -> None:
-    text = "evaluations: 2\nmethod: sobol\nspace: {weights: each, density: [0.5, 1]}\n"
+    text = "evaluations: 2\ninitial: 2\nspace: {weights: each, density: [0.5, 1]}\n"
     path = world.write(text)
     path.write_text(path.read_text().replace("task_arithmetic", "ties"))
     search = read_search(world.home, path)
@@ -514,7 +514,7 @@ def test_activations_over_prompts_differ_from_the_layer_on_in_which_sources_diff
     name = "model.layers.1.mlp.down_proj.weight"
     write_model(world.folder / "one", tensors | {name: 30 * tensors[name]}, **size)
     (world.folder / "prompts.txt").write_text("w3 w4 w5\n\nw6 w7\n")
-    path = world.write("evaluations: 2\nmethod: sobol\nprompts: prompts.txt\n")
+    path = world.write("evaluations: 2\ninitial: 2\nprompts: prompts.txt\n")
     prior = search_prior(world.home, start_search(world.home, path))
     assert prior.activation is not None
     before, at, after = prior.activation
@@ -527,7 +527,7 @@ def test_activations_over_prompts_differ_from_the_layer_on_in_which_sources_diff
 
 
 def test_with_a_budget_of_nothing_the_stated_cost_reads_the_base_alone(world: World) -> None:
-    search = start_search(world.home, world.write("evaluations: 4\nmethod: sobol\nbudget: 0\n"))
+    search = start_search(world.home, world.write("evaluations: 4\ninitial: 4\nbudget: 0\n"))
     cost = search_cost(world.home, search)
     run_search(world.home, search)
     merges = [t.merge for t in front(world.home, search).trials if t.merge is not None]

@@ -13,8 +13,7 @@ from mergepipe_pipeline.domain.layers import layer_name
 from mergepipe_pipeline.errors import RecipeError
 from mergepipe_pipeline.recipe.parameters import evaluate
 from mergepipe_pipeline.resolution.recipe_text import parse
-from mergepipe_pipeline.search.blocks import grouped
-from mergepipe_pipeline.search.prior import layer_scores
+from mergepipe_pipeline.search.prior import grouped, layer_scores
 from mergepipe_pipeline.search.search_file import SearchFile, parse_search
 from mergepipe_pipeline.search.space import Space, layers_of, numbered
 from tests.search.world import SEARCH
@@ -50,7 +49,7 @@ def test_every_problem_of_a_search_file_is_told_at_its_key_path() -> None:
         "line 6, evaluate: expected one of command, python, perplexity, lm_eval, found none",
         "line 7, evaluations: expected a valid integer, found 4.5",
         "line 8, foo: unknown key `foo`; known are sources, base_model, merge_method, parameters, "
-        "space, objectives, evaluate, evaluations, workers, initial, method, prior, prompts, seed, "
+        "space, objectives, evaluate, evaluations, workers, initial, prompts, seed, "
         "budget, failures",
     ]
 
@@ -61,7 +60,6 @@ def test_every_problem_of_a_search_file_is_told_at_its_key_path() -> None:
         ("space: {range: [0, 2]}", "space.range: `mix` goes from 0 to 1; a range is for `each`"),
         ("space: {density: [0.5, 1]}", "space.density: `task_arithmetic` has no density"),
         ("parameters: {weight: 1}", "parameters.weight: weights are what is searched"),
-        ("prior: none\nprompts: a.txt", "prompts: `prior: none` does not use them"),
     ],
 )
 def test_keys_that_do_not_go_together_are_refused(extra: str, told: str) -> None:

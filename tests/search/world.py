@@ -70,7 +70,7 @@ class World:
         return write_model(self.folder / name, tensors, **_SIZE)
 
     def write(
-        self, extra: str = "evaluations: 6\ninitial: 1\nmethod: sobol\n", name: str = "mix"
+        self, extra: str = "evaluations: 6\ninitial: 6\nseed: 7\n", name: str = "mix"
     ) -> Path:
         """A search file."""
         path = self.folder / f"{name}.yml"

@@ -28,7 +28,7 @@ def main(folder: Path) -> None:
         for name in ("base", "one", "zero"):
             register(world.home, world.folder / name)
         (world.home.searches / "eval.py").write_text(EVALUATOR)
-        text = f"{SEARCH}evaluations: 8\nworkers: 2\nmethod: sobol\n"
+        text = f"{SEARCH}evaluations: 8\ninitial: 8\nworkers: 2\n"
         (world.home.searches / "mix.yml").write_text(text)
         with running_daemon(world.home, ui="mergepipe") as daemon:
             daemon.wait_for("refs", lambda: world.home.refs.names(), 900)

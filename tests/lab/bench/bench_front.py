@@ -27,8 +27,8 @@ import numpy as np
 
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_plan
-from mergepipe_pipeline.optimise.pareto import front, hypervolume
 from mergepipe_pipeline.resolution.recipe_text import parse
+from mergepipe_pipeline.search.pareto import front, hypervolume
 from mergepipe_pipeline.verbs.search import front as front_of
 from mergepipe_pipeline.verbs.search import search_of
 from mergepipe_pipeline.warehouse import Warehouse
@@ -109,7 +109,8 @@ def search_text(
         f"space: {{weights: {weights}{span}, head: search, embeddings: search}}\n"
         f"objectives:\n{objectives}"
         f"evaluate: {{command: [python, {front_score.__file__}, ../{QUESTIONS}]}}\n"
-        f"evaluations: {count}\nworkers: 2\nmethod: {proposer}\nprior: map\nseed: {seed}\n"
+        f"evaluations: {count}\nworkers: 2\nseed: {seed}\n"
+        f"initial: {count if proposer == 'sobol' else 8}\n"
     )
 
 

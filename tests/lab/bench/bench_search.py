@@ -24,27 +24,26 @@ from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean
+from typing import Literal
 
 import numpy as np
 
-from mergepipe_pipeline.optimise.pareto import hypervolume
-from mergepipe_pipeline.optimise.prior import length_scales, proportional_length_scales
-from mergepipe_pipeline.optimise.proposers import Method, proposer
-from mergepipe_pipeline.optimise.surrogate import Prior
-from mergepipe_pipeline.optimise.trials import Trials
+from mergepipe_pipeline.search.bayes import Proposer
+from mergepipe_pipeline.search.pareto import Trials, hypervolume
+from mergepipe_pipeline.search.prior import length_scales
 from tests.lab.bench import FOLDER
+from tests.lab.bench.search_methods import Evolution, Rounds
 from tests.lab.bench.search_problems import Problem
 
 _WORKERS, _INITIAL, _EVALUATIONS, _ACTIVE = 4, 8, 48, 3
 #: What `mixed_scores` gives at least.
 _LOWEST_SCORE = 0.05
+Method = Literal["async", "sync", "nsga2", "sobol"]
+Prior = Literal["none", "map"]
 _METHODS: tuple[Method, ...] = ("async", "sync", "nsga2", "sobol")
+_PROPOSERS = {"async": Proposer, "sync": Rounds, "nsga2": Evolution, "sobol": Proposer}
 #: Priors with how many evaluations each gets.
-_PRIORS: dict[Prior, int] = {
-    "none": _EVALUATIONS,
-    "map": _EVALUATIONS // 2,
-    "start": _EVALUATIONS // 2,
-}
+_PRIORS: dict[Prior, int] = {"none": _EVALUATIONS, "map": _EVALUATIONS // 2}
 _PROBLEMS = [(name, dims) for dims in (20, 37) for name in ("dtlz2", "zdt1")]
 _PROBLEMS += [("dtlz2-any", 20)]
 
@@ -79,16 +78,12 @@ def searched(run: Run, evaluation_s: float) -> Row:
     """Search on the virtual clock: workers that are free are given points, and wait for none."""
     problem, total = run.problem, run.evaluations
     scores = np.maximum(problem.scores(run.seed), _LOWEST_SCORE)
-    of_prior = {"start": length_scales, "map": proportional_length_scales}.get(run.prior)
-    lengths = of_prior(scores) if of_prior else None
-    ask = proposer(
-        run.method,
-        dims=problem.dims,
-        objectives=2,
-        seed=run.seed,
-        initial=_INITIAL,
-        length_scales=lengths,
-        prior=run.prior,
+    ask = _PROPOSERS[run.method](
+        problem.dims,
+        run.seed,
+        total if run.method == "sobol" else _INITIAL,
+        np.ones(problem.dims) if run.prior == "none" else length_scales(scores),
+        np.empty((0, problem.dims)),
     )
     takes_s = evaluation_s * np.random.default_rng(run.seed).lognormal(-0.5, 1.0, _EVALUATIONS)
     trials = Trials(np.empty((0, problem.dims)), np.empty((0, 2)))
@@ -163,18 +158,15 @@ def table(seeds: int, folder: Path) -> Iterable[str]:
         walls = [a.wall_s / s.wall_s for a, s in zip(of["async"], of["sync"], strict=False)]
         yield f"| {name} {dims} | {problem.most():.3f} | {' | '.join(cells)} | {told(walls)} |"
     yield ""
-    yield "| problem, 3 active | front | none, 48 | none, 24 | map, 24 | start, 24 |"
-    yield "|---|---|---|---|---|---|"
+    yield "| problem, 3 active | front | none, 48 | none, 24 | map, 24 |"
+    yield "|---|---|---|---|---|"
     for name, dims in _PROBLEMS:
         problem = Problem(name, dims, _ACTIVE)
         by = {p: rows(problem, "async", p, n) for p, n in _PRIORS.items()}
         half = _EVALUATIONS // 2
         cells = [
             told([row.hypervolumes[-1] for row in by["none"]]),
-            *(
-                told([row.hypervolumes[half - 1] for row in by[p]])
-                for p in ("none", "map", "start")
-            ),
+            *(told([row.hypervolumes[half - 1] for row in by[p]]) for p in ("none", "map")),
         ]
         yield f"| {name} {dims} | {problem.most():.3f} | {' | '.join(cells)} |"
     every = [json.loads(file.read_text()) for file in sorted(folder.glob("*-async-*.json"))]

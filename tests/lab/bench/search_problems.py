@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mergepipe_pipeline.arrays import F64Array
-from mergepipe_pipeline.optimise.trials import REFERENCE
+from mergepipe_pipeline.search.pareto import REFERENCE
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
-"""NSGA-II, steady state: children of the best points known, one at a time.
+"""What the product's search is compared with: rounds, NSGA-II, and a design that learns nothing.
 
-Its population is what is known, so that it needs no memory: the best by rank of front, then by
-distance to neighbours on it. To compare with; it learns from far more evaluations than models do.
+- `Rounds`: qNEHVI alone, proposed at once when nothing is pending.
+- `Evolution`: NSGA-II, steady state: children of the best points known, one at a time. Its
+  population is what is known: the best by rank of front, then by distance to neighbours on it.
 """
 
 from __future__ import annotations
@@ -9,12 +10,43 @@ from __future__ import annotations
 import numpy as np
 
 from mergepipe_pipeline.arrays import F64Array, I64Array
-from mergepipe_pipeline.optimise.pareto import front
-from mergepipe_pipeline.optimise.trials import Trials
+from mergepipe_pipeline.search.bayes import Candidates, Proposer, fitted, maxima
+from mergepipe_pipeline.search.pareto import Trials, front
 
 #: How alike children are to their parents, as the field has it.
 _CROSSOVER_INDEX, _MUTATION_INDEX = 15, 20
 _CROSSOVER_SHARE = 0.9
+#: Parents of NSGA-II, and children drawn so that one is new.
+_POPULATION, _CHILDREN = 16, 8
+
+
+class Rounds(Proposer):
+    """Rounds of points; none is given while any is pending."""
+
+    def propose(self, trials: Trials, pending: F64Array, count: int) -> F64Array:
+        return pending[:0] if len(pending) else super().propose(trials, pending, count)
+
+    def candidates(self, trials: Trials) -> Candidates:
+        import torch
+
+        torch.manual_seed(self.seed_of(len(trials)))
+        model = fitted(trials, self.length_scales)
+
+        def best(pending: F64Array, seed: int) -> F64Array:
+            torch.manual_seed(seed)
+            points, gains, _ = maxima(model, trials, pending, seed)
+            return points[np.argsort(-gains, kind="stable")]
+
+        return best
+
+
+class Evolution(Proposer):
+    """Children of the best trials."""
+
+    def candidates(self, trials: Trials) -> Candidates:
+        return lambda pending, seed: children(
+            trials, _POPULATION, _CHILDREN, np.random.default_rng(seed)
+        )
 
 
 def children(trials: Trials, population: int, count: int, random: np.random.Generator) -> F64Array:

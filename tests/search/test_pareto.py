@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.arrays import F64Array
-from mergepipe_pipeline.optimise.pareto import front, gaps, hypervolume
-from mergepipe_pipeline.optimise.trials import REFERENCE
+from mergepipe_pipeline.search.pareto import REFERENCE, front, gaps, hypervolume
 
 
 @st.composite

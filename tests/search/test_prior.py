@@ -1,4 +1,4 @@
-"""Length-scales from differences of layers, as AP-BMM's code has them."""
+"""Scores from differences of layers, as AP-BMM's code has them, and their length-scales."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe_pipeline.optimise.prior import (
+from mergepipe_pipeline.search.prior import (
     length_scales,
     mixed_scores,
-    proportional_length_scales,
-    with_head,
 )
 
 scores_of_layers = st.lists(st.integers(0, 100), min_size=3, max_size=40, unique=True)
@@ -40,10 +38,6 @@ def test_scores_are_normalised_mixed_smoothed_and_clipped_as_in_the_paper(
     assert found == pytest.approx(expected)
 
 
-def test_the_head_gets_the_mean_of_the_layers() -> None:
-    assert with_head(np.array([1.0, 2.0, 6.0])).tolist() == [1.0, 2.0, 6.0, 3.0]
-
-
 @pytest.mark.parametrize("huge", [0.0, 1e300])
 def test_scores_that_are_mostly_equal_or_unknown_or_far_apart_are_ranked_without_warning(
     huge: float,
@@ -57,18 +51,6 @@ def test_scores_that_are_mostly_equal_or_unknown_or_far_apart_are_ranked_without
     assert np.isfinite(mixed_scores(-few_apart)).all()
 
 
-def test_a_seventh_of_the_dimensions_is_expected_to_matter_and_a_third_not_to() -> None:
-    lengths, counts = np.unique(length_scales(np.arange(37.0)), return_counts=True)
-    assert dict(zip(lengths, counts, strict=True)) == {0.5: 6, 1.0: 9, 2.0: 11, 5.0: 11}
-    assert length_scales(np.array([7.0])).tolist() == [0.5]
-
-
-@given(scores_of_layers)
-def test_a_higher_score_never_has_a_longer_length_scale(scores: list[int]) -> None:
-    order = np.argsort(scores)
-    assert (np.diff(length_scales(np.array(scores, float))[order]) <= 0).all()
-
-
-def test_a_prior_that_is_held_keeps_how_far_scores_are_apart() -> None:
+def test_length_scales_keep_how_far_scores_are_apart() -> None:
     scores = np.array([1.0, 0.5, 0.05, 0.05])
-    assert np.allclose(proportional_length_scales(scores), [0.5, 1.0, 10.0, 10.0])
+    assert np.allclose(length_scales(scores), [0.5, 1.0, 10.0, 10.0])

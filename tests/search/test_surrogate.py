@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from mergepipe_pipeline.arrays import F64Array
-from mergepipe_pipeline.optimise.surrogate import Prior, fitted
-from mergepipe_pipeline.optimise.trials import Trials
+from mergepipe_pipeline.search.bayes import fitted
+from mergepipe_pipeline.search.pareto import Trials
 
 pytest.importorskip("botorch", reason="needs the extra `search`")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -34,13 +34,12 @@ def test_forty_trials_tell_most_of_twenty_dimensions_where_the_middle_is_best() 
     import torch
 
     points = np.random.default_rng(1).random((200, DIMS))
-    model = fitted(some(40), None, "none")
+    model = fitted(some(40), np.ones(DIMS))
     with torch.no_grad():
         missed = model.posterior(torch.from_numpy(points)).mean.numpy() - worth(points)
     assert (missed.var(axis=0) < 0.08 * worth(points).var(axis=0)).all()
 
 
-@pytest.mark.parametrize("prior", ["none", "start", "map"])
-def test_a_fit_that_fails_can_be_tried_again_from_where_it_was(prior: Prior) -> None:
-    model = fitted(some(8), LENGTHS, prior)
+def test_a_fit_that_fails_can_be_tried_again_from_where_it_was() -> None:
+    model = fitted(some(8), LENGTHS)
     model.load_state_dict(deepcopy(model.state_dict()))

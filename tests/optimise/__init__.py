@@ -1,1 +1,0 @@
-"""Tests of the search in the unit cube."""
