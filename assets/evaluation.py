@@ -10,7 +10,7 @@ from mergepipe_pipeline.assets.labels import labels
 from mergepipe_pipeline.assets.metadata import description, gate_metadata, metrics_metadata
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.resources import MergePipe
-from mergepipe_pipeline.verbs.judge import evaluate_recipe, judge_recipe
+from mergepipe_pipeline.verbs.deploy import evaluate_recipe, judge_recipe
 
 
 def build_evaluation(file: RecipeFile) -> list[dg.AssetsDefinition | dg.AssetChecksDefinition]:

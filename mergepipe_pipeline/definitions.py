@@ -28,9 +28,14 @@ from mergepipe_pipeline.deploy.retry import MOST_ATTEMPTS
 from mergepipe_pipeline.deploy.standing import how_to_begin
 from mergepipe_pipeline.resources import Engine, MergePipe, build_executor
 from mergepipe_pipeline.sensors.bisect import build_bisect_sensor
-from mergepipe_pipeline.sensors.failures import failure_sensor
+from mergepipe_pipeline.sensors.failures import failure_sensor, stalled_sensor
+from mergepipe_pipeline.sensors.housekeeping import (
+    orphans_sensor,
+    retention_sensor,
+    space_daily,
+    space_job,
+)
 from mergepipe_pipeline.sensors.inbox import build_inbox_sensor, index_job
-from mergepipe_pipeline.sensors.orphans import orphans_sensor
 from mergepipe_pipeline.sensors.recipes import (
     AssetJob,
     build_nightly,
@@ -38,10 +43,7 @@ from mergepipe_pipeline.sensors.recipes import (
     job_name,
 )
 from mergepipe_pipeline.sensors.reload import build_reload_sensor, files_token, spreading
-from mergepipe_pipeline.sensors.retention import retention_sensor
 from mergepipe_pipeline.sensors.searches import build_search_sensor
-from mergepipe_pipeline.sensors.space import space_daily, space_job
-from mergepipe_pipeline.sensors.stalled import stalled_sensor
 from mergepipe_pipeline.settings import SHARDS
 from mergepipe_pipeline.verbs.standing_searches import StandingSearch, standing_searches
 from mergepipe_pipeline.warehouse import Warehouse

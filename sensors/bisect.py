@@ -1,25 +1,26 @@
 """Watches refusals: one that was not traced yet is, where its recipe says `on_failure: bisect`."""
 
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import dagster as dg
 
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
-from mergepipe_pipeline.deploy.retry import reason_to_wait
 from mergepipe_pipeline.resources import MergePipe
-from mergepipe_pipeline.sensors import SOON_S, interval_s, separated
-from mergepipe_pipeline.sensors.attempts import (
-    ATTEMPT_TAG,
+from mergepipe_pipeline.sensors.runs import (
     RECIPE_TAG,
-    failed_attempts,
-    next_attempt,
+    Ours,
     recipes_under_way,
+    request_or_reason_to_wait,
 )
-from mergepipe_pipeline.sensors.ours import Ours
-from mergepipe_pipeline.sensors.outage import while_writable
-from mergepipe_pipeline.sensors.pools import make_pools_known
+from mergepipe_pipeline.sensors.ticks import (
+    LOADING,
+    SOON_S,
+    asked,
+    make_pools_known,
+    separated,
+    standing_sensor,
+)
 from mergepipe_pipeline.text import visible
 from mergepipe_pipeline.verbs.trace import trace_due
 
@@ -35,36 +36,28 @@ def build_bisect_sensor(
     `is_known` says whether the daemon knows them.
     """
 
-    @dg.sensor(
-        name="bisect_sensor",
-        description=(
-            "Has every refusal of a gate traced to the suspect, once; its ticks say "
-            "of each recipe what is done and why."
-        ),
-        jobs=list(jobs.values()),
-        minimum_interval_seconds=interval_s(SOON_S),
-        default_status=dg.DefaultSensorStatus.RUNNING,
+    @standing_sensor(
+        "Has every refusal of a gate traced to the suspect, once; its ticks say of each recipe "
+        "what is done and why.",
+        SOON_S,
+        list(jobs.values()),
     )
-    @while_writable
     def bisect_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SensorResult:
         """Requests the bisection of every refusal that has no result yet."""
         make_pools_known(context.instance)
         if not is_known():
-            return dg.SensorResult(skip_reason=dg.SkipReason("definitions are being loaded"))
+            return dg.SensorResult(skip_reason=dg.SkipReason(LOADING))
         ours = Ours.of(context, mergepipe)
-        requests, lines = [], []
+        requests, lines = list[dg.RunRequest](), list[str]()
         for file in recipe_files(mergepipe.warehouse):
             if file.name not in jobs or file.problem is not None:
                 continue
-            asked = _request_or_reason(mergepipe, file, ours, jobs[file.name].name)
-            if isinstance(asked, dg.RunRequest):
-                requests.append(asked)
-                asked = "a run is requested"
-            lines.append(visible(f"{file.name}: {asked}"))
-        if requests:
-            context.log.info(separated(lines))
-            return dg.SensorResult(run_requests=requests)
-        return dg.SensorResult(skip_reason=dg.SkipReason(separated(lines) or "no recipes"))
+            said = _request_or_reason(mergepipe, file, ours, jobs[file.name].name)
+            if isinstance(said, dg.RunRequest):
+                requests.append(said)
+                said = "a run is requested"
+            lines.append(visible(f"{file.name}: {said}"))
+        return asked(context, requests, lines, separated(lines) or "no recipes")
 
     return bisect_sensor
 
@@ -82,12 +75,5 @@ def _request_or_reason(
     if file.name in recipes_under_way(ours):
         return "a run is under way"
     tags = {RECIPE_TAG: file.name, REFUSAL_TAG: token}
-    waiting = reason_to_wait(failed_attempts(ours, tags), time.time(), mergepipe.retry_s)
-    if waiting is not None:
-        return waiting
-    attempt = next_attempt(ours, tags)
-    return dg.RunRequest(
-        run_key=f"{file.name}:{token}:{attempt}",
-        job_name=job,
-        tags={**tags, **ours.tags, ATTEMPT_TAG: attempt},
-    )
+    key = f"{file.name}:{token}"
+    return request_or_reason_to_wait(ours, key, tags, mergepipe.retry_s, job_name=job)

@@ -10,10 +10,15 @@ from mergepipe_pipeline.deploy.inbox import InboxEntry, Patience, scan_inbox
 from mergepipe_pipeline.deploy.recorded import gone_inputs
 from mergepipe_pipeline.deploy.standing import first_steps
 from mergepipe_pipeline.resources import MergePipe
-from mergepipe_pipeline.sensors import BURST_PRIORITY, MAX_LINES, SOON_S, interval_s
-from mergepipe_pipeline.sensors.ours import ACTIVE, Ours
-from mergepipe_pipeline.sensors.outage import refuse_empty, while_writable
-from mergepipe_pipeline.sensors.pools import make_pools_known
+from mergepipe_pipeline.sensors.runs import ACTIVE, Ours
+from mergepipe_pipeline.sensors.ticks import (
+    BURST_PRIORITY,
+    MAX_LINES,
+    SOON_S,
+    make_pools_known,
+    refuse_empty,
+    standing_sensor,
+)
 from mergepipe_pipeline.sensors.usable import report_usable
 from mergepipe_pipeline.text import in_one_line
 from mergepipe_pipeline.warehouse import Warehouse
@@ -31,17 +36,12 @@ index_job = dg.define_asset_job(
 def build_inbox_sensor(experts: dg.DynamicPartitionsDefinition) -> dg.SensorDefinition:
     """The sensor over all that lands; `experts` are the partitions of the asset that it starts."""
 
-    @dg.sensor(
-        name="inbox_sensor",
-        description=(
-            "Starts the index of every checkpoint that is new or changed, and whole, of the inbox "
-            "and of those that recipes name elsewhere; its ticks say what waits and why."
-        ),
-        jobs=[index_job, index_burst],
-        minimum_interval_seconds=interval_s(SOON_S),
-        default_status=dg.DefaultSensorStatus.RUNNING,
+    @standing_sensor(
+        "Starts the index of every checkpoint that is new or changed, and whole, of the inbox and "
+        "of those that recipes name elsewhere; its ticks say what waits and why.",
+        SOON_S,
+        [index_job, index_burst],
     )
-    @while_writable
     def inbox_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SensorResult:
         """Requests the index of every watched checkpoint that the catalog does not know as it is.
 
@@ -49,18 +49,18 @@ def build_inbox_sensor(experts: dg.DynamicPartitionsDefinition) -> dg.SensorDefi
         and so does one whose run failed, longer each time. Nothing is asked for while a run indexes
         it.
         """
-        return _tick(Ours.of(context, mergepipe), mergepipe, experts, context)
+        return _tick(context, mergepipe, experts)
 
     return inbox_sensor
 
 
 def _tick(
-    ours: Ours,
+    context: dg.SensorEvaluationContext,
     mergepipe: MergePipe,
     experts: dg.DynamicPartitionsDefinition,
-    context: dg.SensorEvaluationContext,
 ) -> dg.SensorResult:
-    warehouse, instance = mergepipe.warehouse, ours.instance
+    ours, warehouse = Ours.of(context, mergepipe), mergepipe.warehouse
+    instance = ours.instance
     patience = Patience(mergepipe.inbox_quiet_s, mergepipe.inbox_retry_s, mergepipe.packs)
     busy = under_way(ours)
     landed = scan_inbox(warehouse, patience, busy, MAX_RUNS * MAX_EXPERTS)

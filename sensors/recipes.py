@@ -16,37 +16,36 @@ import dagster as dg
 from mergepipe_pipeline.assets.freshness import on_schedule_key
 from mergepipe_pipeline.assets.status import changed_status
 from mergepipe_pipeline.deploy.faults import Fault
-from mergepipe_pipeline.deploy.inbox import problem_now
 from mergepipe_pipeline.deploy.packing import reason_to_wait_for_packs
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.deploy.recorded import last_written_s
 from mergepipe_pipeline.deploy.retry import Attempt, reason_to_wait
 from mergepipe_pipeline.deploy.standing import Standing, failing, first_steps, standing
 from mergepipe_pipeline.resources import MergePipe
-from mergepipe_pipeline.sensors import (
+from mergepipe_pipeline.sensors.runs import (
+    ATTEMPT_TAG,
+    RECIPE_TAG,
+    Ours,
+    failed_attempts,
+    recipes_under_way,
+    request,
+)
+from mergepipe_pipeline.sensors.ticks import (
     LOADING,
     MAX_LINES,
     NIGHTLY_PRIORITY,
     SOON_S,
-    interval_s,
+    asked,
+    make_pools_known,
+    refuse_empty,
     separated,
+    standing_sensor,
 )
-from mergepipe_pipeline.sensors.attempts import (
-    ATTEMPT_TAG,
-    RECIPE_TAG,
-    failed_attempts,
-    next_attempt,
-    recipes_under_way,
-)
-from mergepipe_pipeline.sensors.ours import Ours
-from mergepipe_pipeline.sensors.outage import refuse_empty, while_writable
-from mergepipe_pipeline.sensors.pools import make_pools_known
 from mergepipe_pipeline.text import visible
-from mergepipe_pipeline.verbs.deploy import CURRENT, Due, Postponed, Release, due, last_release
-from mergepipe_pipeline.warehouse import Warehouse
+from mergepipe_pipeline.verbs.deploy import CURRENT, Due, Release, due, last_release
 
 #: Says why a recipe has no job yet, or None.
-Unready = Callable[[Warehouse, RecipeFile], Standing | None]
+Unready = Callable[[RecipeFile], Standing | None]
 #: What `dg.define_asset_job` returns; Dagster exports no name for it.
 AssetJob = Any
 #: Why nothing is requested of a recipe that a run works on.
@@ -96,18 +95,10 @@ def request_or_reason(
     waiting = reason_to_wait(attempts, time.time(), mergepipe.retry_s)
     if waiting is not None:
         return failing(file, attempts, waiting, mergepipe.retry_s)
-    attempt = next_attempt(ours, tags)
     is_late = is_time or file.recipe.trigger == "nightly"
-    return dg.RunRequest(
-        job_name=job_name(file),
-        run_key=f"{file.name}:{wanted.sequence}:{wanted.wanted}:{wanted.inputs}:{attempt}",
-        tags={
-            **tags,
-            **ours.tags,
-            ATTEMPT_TAG: attempt,
-            **({"dagster/priority": NIGHTLY_PRIORITY} if is_late else {}),
-        },
-    )
+    key = f"{file.name}:{wanted.sequence}:{wanted.wanted}:{wanted.inputs}"
+    later = {"dagster/priority": NIGHTLY_PRIORITY} if is_late else None
+    return request(ours, key, tags, later, job_name=job_name(file))
 
 
 def _due(
@@ -117,24 +108,16 @@ def _due(
 
     What a schedule cannot get now is owed, until there is nothing to be made.
     """
-    owed = _owed(mergepipe, file)
-    try:
-        wanted = due(mergepipe.warehouse, file)
-    except Exception as error:
-        if is_time:
-            owed.touch()
-        return standing(file, "cannot be used", str(error))
-    is_running = isinstance(wanted, Due) and file.name in busy
-    if is_running or isinstance(wanted, Postponed):
-        if is_time:
-            owed.touch()
-        if isinstance(wanted, Postponed):
-            return standing(file, "waiting", wanted.reason)
-        return standing(file, "running", RUNNING)
-    if isinstance(wanted, str):
+    owed, wanted = _owed(mergepipe, file), due(mergepipe.warehouse, file)
+    if isinstance(wanted, Due):
+        if file.name not in busy:
+            return wanted
+        wanted = standing(file, "running", RUNNING)
+    if wanted.state in ("current", "refused"):
         if owed.exists():  # of a warehouse that can only be read, this much can be asked
             owed.unlink(missing_ok=True)
-        return standing(file, "current" if wanted == CURRENT else "refused", wanted)
+    elif is_time:
+        owed.touch()
     return wanted
 
 
@@ -166,17 +149,12 @@ def build_recipe_sensor(
     """
     unready = _unready({file.name: file.layers for file in loaded}, refused, is_known)
 
-    @dg.sensor(
-        name="recipe_sensor",
-        description=(
-            "Starts the merge of every recipe whose release is not what its inputs ask for; its "
-            "ticks say of each recipe what is done and why, but only count many that are current."
-        ),
-        jobs=list(jobs),
-        minimum_interval_seconds=interval_s(SOON_S),
-        default_status=dg.DefaultSensorStatus.RUNNING,
+    @standing_sensor(
+        "Starts the merge of every recipe whose release is not what its inputs ask for; its ticks "
+        "say of each recipe what is done and why, but only count many that are current.",
+        SOON_S,
+        list(jobs),
     )
-    @while_writable
     def recipe_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SensorResult:
         """Requests the chain of every recipe whose inputs, as indexed, are not what it released.
 
@@ -188,13 +166,11 @@ def build_recipe_sensor(
         requests, states = _look(mergepipe, ours, busy, unready)
         first = None if states else first_steps(mergepipe.warehouse)
         shown = changed_status(instance, ours.tags, states, first, datetime.now(UTC))
-        if requests:
-            context.log.info(separated(_lines(states)))
-            return dg.SensorResult(run_requests=requests, asset_events=shown)
-        current = {name for name, where in states.items() if where.state == "current"}
-        _show_releases(instance, mergepipe, sorted(current.difference(busy)))
-        said = dg.SkipReason(_idle(states) or first or "no recipes")
-        return dg.SensorResult(skip_reason=said, asset_events=shown)
+        if not requests:
+            current = {name for name, where in states.items() if where.state == "current"}
+            _show_releases(instance, mergepipe, sorted(current.difference(busy)))
+        nothing = _idle(states) or first or "no recipes"
+        return asked(context, requests, _lines(states), nothing, asset_events=shown)
 
     return recipe_sensor
 
@@ -230,9 +206,10 @@ def _unready(
 ) -> Unready:
     """Return what says why a recipe has no job yet; `layers` are of those that have one."""
 
-    def unready(warehouse: Warehouse, file: RecipeFile) -> Standing | None:
-        reason = problem_now(warehouse, file) or refused.get(file.token)
-        if reason is not None:
+    def unready(file: RecipeFile) -> Standing | None:
+        if file.problem is not None:  # `due` says which
+            return None
+        if reason := refused.get(file.token):
             return standing(file, "cannot be used", reason)
         if is_known() and layers.get(file.name) == file.layers:
             return None
@@ -250,7 +227,7 @@ def _look(
     """The runs to request, and where each recipe is; `unready` says why one has no job yet."""
     requests, states = list[dg.RunRequest](), dict[str, Standing]()
     for file in recipe_files(mergepipe.warehouse):
-        asked: Standing | dg.RunRequest | None = unready(mergepipe.warehouse, file)
+        asked: Standing | dg.RunRequest | None = unready(file)
         asked = asked or request_or_reason(mergepipe, file, ours, busy, is_time=False)
         if isinstance(asked, dg.RunRequest):
             requests.append(asked)

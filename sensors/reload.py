@@ -17,10 +17,9 @@ import dagster as dg
 from mergepipe_pipeline.deploy.instance import identity_of
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.resources import MergePipe
-from mergepipe_pipeline.sensors import interval_s
 from mergepipe_pipeline.sensors.guard import RELOAD_TIMEOUT_S, client_of, guard
-from mergepipe_pipeline.sensors.ours import Ours
-from mergepipe_pipeline.sensors.outage import refuse_empty
+from mergepipe_pipeline.sensors.runs import Ours
+from mergepipe_pipeline.sensors.ticks import refuse_empty, standing_sensor
 from mergepipe_pipeline.verbs.standing_searches import StandingSearch, standing_searches
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -34,12 +33,8 @@ _SPREADING_S = 5.0
 def build_reload_sensor(loaded: str) -> dg.SensorDefinition:
     """The sensor that reloads definitions; `loaded` is the token of those that are loaded."""
 
-    @dg.sensor(
-        name="reload_sensor",
-        description="Loads the definitions anew when a recipe, or what it is made from, changed.",
-        minimum_interval_seconds=interval_s(15),
-        target=None,
-        default_status=dg.DefaultSensorStatus.RUNNING,
+    @standing_sensor(
+        "Loads the definitions anew when a recipe, or what it is made from, changed.", 15
     )
     def reload_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SkipReason:
         """Has this process replaced by one that loads the recipes as they are now."""

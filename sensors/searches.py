@@ -1,6 +1,5 @@
 """Watches searches: what each ledger says that is to be done, against what runs do already."""
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -8,13 +7,16 @@ import dagster as dg
 
 from mergepipe_pipeline.assets.searches import SEARCH_TAG, candidates, pool
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
-from mergepipe_pipeline.deploy.retry import reason_to_wait
 from mergepipe_pipeline.resources import MergePipe
-from mergepipe_pipeline.sensors import LOADING, SOON_S, interval_s, separated
-from mergepipe_pipeline.sensors.attempts import ATTEMPT_TAG, failed_attempts, next_attempt
-from mergepipe_pipeline.sensors.ours import ACTIVE, Ours
-from mergepipe_pipeline.sensors.outage import while_writable
-from mergepipe_pipeline.sensors.pools import limit_pool
+from mergepipe_pipeline.sensors.runs import ACTIVE, Ours, request_or_reason_to_wait
+from mergepipe_pipeline.sensors.ticks import (
+    LOADING,
+    SOON_S,
+    asked,
+    limit_pool,
+    separated,
+    standing_sensor,
+)
 from mergepipe_pipeline.text import visible
 from mergepipe_pipeline.verbs.standing_searches import (
     SearchDue,
@@ -36,20 +38,16 @@ def build_search_sensor(
     says whether the daemon knows the jobs.
     """
 
-    @dg.sensor(
-        name="search_sensor",
-        description=(
-            "Goes on with every search: begins it, has as many candidates evaluated at once as it "
-            "has workers, and has its front drawn and published; its ticks say where each is."
-        ),
-        jobs=[job for steps in jobs.values() for job in steps.values()],
-        minimum_interval_seconds=interval_s(SOON_S),
-        default_status=dg.DefaultSensorStatus.RUNNING,
+    @standing_sensor(
+        "Goes on with every search: begins it, has as many candidates evaluated at once as it has "
+        "workers, and has its front drawn and published; its ticks say where each is.",
+        SOON_S,
+        [job for steps in jobs.values() for job in steps.values()],
     )
-    @while_writable
     def search_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SensorResult:
         """Requests what searches ask for and no run does yet."""
-        warehouse, requests, partitions, states = mergepipe.warehouse, [], [], []
+        warehouse, states = mergepipe.warehouse, list[str]()
+        requests, partitions = list[dg.RunRequest](), list[dg.AddDynamicPartitionsRequest]()
         ours, known = Ours.of(context, mergepipe), jobs if is_known() else {}
         for standing in standing_searches(warehouse, recipe_files(warehouse)):
             look = _Look(ours, identity, standing, known.get(standing.name), mergepipe.retry_s)
@@ -61,10 +59,8 @@ def build_search_sensor(
             requests += look.requests
             partitions += look.partitions
             states.append(visible(f"{standing.name}: {said}"))
-        if requests:
-            context.log.info(separated(states))
-            return dg.SensorResult(run_requests=requests, dynamic_partitions_requests=partitions)
-        return dg.SensorResult(skip_reason=dg.SkipReason(separated(states) or "no searches"))
+        more = {"dynamic_partitions_requests": partitions} if requests else {}
+        return asked(context, requests, states, separated(states) or "no searches", **more)
 
     return search_sensor
 
@@ -132,23 +128,20 @@ class _Look:
         """Request a run unless attempts at the same have failed lately; why not, if so."""
         assert self._jobs is not None
         tags = {SEARCH_TAG: self._read.name, STEP_TAG: f"{step} {about}"}
-        attempts = failed_attempts(self._ours, tags)
-        waiting = reason_to_wait(attempts, time.time(), self._retry_s)
-        if waiting is not None:
-            yield f"{step} {about}: {waiting}"
-            return
-        # After all that there were, so that a result that somebody removed is asked for anew.
-        attempt = next_attempt(self._ours, tags)
         keys = None if assets is None else [dg.AssetKey([self._read.name, a]) for a in assets]
-        self.requests.append(
-            dg.RunRequest(
-                run_key=f"{self._read.name}:{step}:{about}:{attempt}",
-                job_name=self._jobs[step].name,
-                partition_key=partition,
-                asset_selection=keys,
-                tags={**tags, **self._ours.tags, ATTEMPT_TAG: attempt},
-            )
+        made = request_or_reason_to_wait(
+            self._ours,
+            f"{self._read.name}:{step}:{about}",
+            tags,
+            self._retry_s,
+            job_name=self._jobs[step].name,
+            partition_key=partition,
+            asset_selection=keys,
         )
+        if isinstance(made, str):
+            yield f"{step} {about}: {made}"
+        else:
+            self.requests.append(made)
 
     def _shown(self, asset: str) -> str | None:
         """The results of which an asset was made last."""

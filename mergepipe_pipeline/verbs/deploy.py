@@ -1,4 +1,4 @@
-"""What a standing pipeline does with a recipe: plan, merge and release what it wants.
+"""What a standing pipeline does with a recipe: plan, merge, measure, judge and release it.
 
 A recipe's wanted state is a digest of what it says and of its inputs' contents as indexed. It is
 compared with the state recorded at the last release, so no event can be missed and none is acted on
@@ -11,11 +11,12 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mergepipe_pipeline.contents.damaged_packs import refuse_damaged
 from mergepipe_pipeline.deploy.arrivals import arrival
-from mergepipe_pipeline.deploy.inbox import reason_to_wait_for_joining
+from mergepipe_pipeline.deploy.inbox import problem_now, reason_to_wait_for_joining
 from mergepipe_pipeline.deploy.layer_records import LayerRecords
 from mergepipe_pipeline.deploy.recipe_files import (
     RecipeFile,
@@ -29,9 +30,11 @@ from mergepipe_pipeline.deploy.recorded import (
     refuse_changed_inputs,
     states_of,
 )
+from mergepipe_pipeline.deploy.standing import Standing, standing
 from mergepipe_pipeline.deploy.wanted import not_indexed, wanted, wanted_of
 from mergepipe_pipeline.digest import digest_json, seal, unseal
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
+from mergepipe_pipeline.domain.evaluation import Evaluation
 from mergepipe_pipeline.domain.outcome import LayerOutcome, Realised, Shard
 from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.domain.snapshot import MANIFEST, Ref, Snapshot
@@ -54,11 +57,19 @@ from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import made_anew
 from mergepipe_pipeline.integrity.weights import audit_snapshot, refuse_unfit
 from mergepipe_pipeline.quality.evaluators import evaluator_id
+from mergepipe_pipeline.quality.measure import evaluate
 from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.timing.forecast import forecast_plan
 from mergepipe_pipeline.verbs.conflicts import conflicts
-from mergepipe_pipeline.verbs.gate import judge_candidate, refuse, refuse_unready, refused_before
+from mergepipe_pipeline.verbs.gate import (
+    Judged,
+    judge_candidate,
+    refuse,
+    refuse_unready,
+    refused_before,
+    require_evaluator,
+)
 from mergepipe_pipeline.verbs.publish import publish
 from mergepipe_pipeline.verbs.shards import merged_layers, run_recorded
 from mergepipe_pipeline.warehouse import Warehouse
@@ -95,31 +106,38 @@ class Release:
     snapshot_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class Postponed:
-    """Why no release can be made at this moment, which passes by itself."""
-
-    reason: str
+def current(file: RecipeFile) -> Standing:
+    """Where a recipe is whose last release is what it wants."""
+    return standing(file, "current", CURRENT)
 
 
-def due(warehouse: Warehouse, file: RecipeFile) -> Due | Postponed | str:
-    """What a recipe's next release would be, or why none is to be made now.
+def due(warehouse: Warehouse, file: RecipeFile) -> Due | Standing:
+    """What a recipe's next release would be, or where the recipe is that none is to be made now.
 
-    Raises MergePipeError for a record that cannot be read, and EvaluationError for an evaluator
-    that is not there: it could not measure what is merged.
+    An evaluator that is not there could not measure what is merged, and a record that cannot be
+    read says nothing: such a recipe cannot be used, and stops no other one.
     """
+    problem = problem_now(warehouse, file)
+    if problem is not None:
+        return standing(file, "cannot be used", problem)
+    try:
+        return _due(warehouse, file)
+    except Exception as error:
+        return standing(file, "cannot be used", str(error))
+
+
+def _due(warehouse: Warehouse, file: RecipeFile) -> Due | Standing:
     waiting = reason_to_wait_for(warehouse, file.members)
-    if waiting := waiting or reason_to_wait_for_joining(warehouse, file):
-        return Postponed(waiting)
-    state = wanted(warehouse, file)
+    waiting = waiting or reason_to_wait_for_joining(warehouse, file)
+    state = None if waiting else wanted(warehouse, file)
     if state is None:
-        return Postponed(not_indexed(warehouse, file))
+        return standing(file, "waiting", waiting or not_indexed(warehouse, file))
     last = last_release(warehouse, file.name)
     if last and last.wanted == state and _is_there(warehouse, file, last):
-        return CURRENT
+        return current(file)
     refused = refused_before(warehouse, file, state)
     if refused is not None:
-        return refused.summary
+        return standing(file, "refused", refused.summary)
     evaluator = file.recipe.evaluator
     refuse_unready(evaluator, warehouse.recipes)
     inputs: list[int | str] = [warehouse.catalog.get(m).version for m in file.members]
@@ -330,6 +348,28 @@ def candidate(warehouse: Warehouse, file: RecipeFile) -> tuple[Snapshot, str | N
     snapshot, state = current_snapshot(warehouse, file.name), _current(warehouse, file.name)
     is_own = _planned(warehouse, file.name, state).request.budget is None
     return snapshot, state["wanted"] if is_own else None
+
+
+def evaluate_recipe(warehouse: Warehouse, file: RecipeFile) -> tuple[Evaluation, Path]:
+    """Measure the recipe's current snapshot, once for each snapshot; the log's path comes with it.
+
+    Raises EvaluationError, NotFoundError, BusyError.
+    """
+    evaluator = require_evaluator(file.recipe)
+    with lease_recipe(warehouse, file.name):
+        snapshot, _ = candidate(warehouse, file)
+        evaluation = evaluate(warehouse, snapshot, evaluator, warehouse.recipes)
+    path = warehouse.evaluation_path(evaluation.snapshot_id, evaluation.evaluator_id)
+    return evaluation, path.with_suffix(".log")
+
+
+def judge_recipe(warehouse: Warehouse, file: RecipeFile) -> Judged:
+    """Hold the recipe's current snapshot against its gate, and remember what that refuses.
+
+    Raises EvaluationError, NotFoundError, BusyError.
+    """
+    with lease_recipe(warehouse, file.name):
+        return judge_candidate(warehouse, file, *candidate(warehouse, file))
 
 
 def release_recipe(warehouse: Warehouse, file: RecipeFile) -> tuple[Ref, Release]:

@@ -16,10 +16,11 @@ from mergepipe_pipeline.definitions import build_definitions
 from mergepipe_pipeline.deploy.faults import Fault
 from mergepipe_pipeline.deploy.retry import LONGEST_PAUSE_S, Attempt, pause_s, reason_to_wait
 from mergepipe_pipeline.resources import MergePipe
-from mergepipe_pipeline.sensors import MAX_LINES, orphans, recipes, reload
+from mergepipe_pipeline.sensors import housekeeping, recipes, reload
+from mergepipe_pipeline.sensors.ticks import MAX_LINES
 from mergepipe_pipeline.storage.atomic import remove_tree
 from mergepipe_pipeline.tick import Ticker
-from mergepipe_pipeline.verbs.deploy import CURRENT
+from mergepipe_pipeline.verbs.deploy import current, due
 from mergepipe_pipeline.verbs.publish import history
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.conftest import Drop
@@ -134,10 +135,10 @@ def test_a_run_that_was_made_and_not_queued_ends_and_is_asked_for_again(
     ]
     assert "a: a run is under way" in sensor.tick()[1]
     mergepipe = MergePipe(home=str(sensor.home.root))
-    for silence_s, status in ((orphans.SILENCE_S, Status.NOT_STARTED), (0.0, Status.FAILURE)):
-        monkeypatch.setattr(orphans, "SILENCE_S", silence_s)
+    for silence_s, status in ((housekeeping.SILENCE_S, Status.NOT_STARTED), (0.0, Status.FAILURE)):
+        monkeypatch.setattr(housekeeping, "SILENCE_S", silence_s)
         with dg.build_sensor_context(sensor.instance, resources={"mergepipe": mergepipe}) as tick:
-            orphans.orphans_sensor(tick)
+            housekeeping.orphans_sensor(tick)
         found = [sensor.instance.get_run_by_id(run.run_id) for run in made]
         assert [run.status for run in found if run] == [status, status]
     ((again,), _) = sensor.tick()
@@ -168,7 +169,9 @@ def test_a_tick_that_requests_a_run_tells_of_every_recipe_in_its_log(
 def test_an_idle_tick_counts_many_recipes_that_are_current_and_tells_of_few_others(
     sensor: Sensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recipes, "due", lambda warehouse, file: CURRENT)
+    monkeypatch.setattr(
+        recipes, "due", lambda home, file: due(home, file) if file.problem else current(file)
+    )
     for n in range(MAX_LINES):
         sensor.home.recipe_path(f"a{n}").write_text(sum_of("base", "expert_00"))
     _, said = sensor.tick()

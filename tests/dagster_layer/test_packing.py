@@ -21,8 +21,8 @@ from mergepipe_pipeline.deploy.packing import reason_to_wait_for_packs
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
 from mergepipe_pipeline.errors import DamagedPackError
 from mergepipe_pipeline.resources import MergePipe
-from mergepipe_pipeline.sensors.attempts import failed_attempts
 from mergepipe_pipeline.sensors.inbox import build_inbox_sensor
+from mergepipe_pipeline.sensors.runs import failed_attempts
 from mergepipe_pipeline.storage.atomic import remove_tree
 from mergepipe_pipeline.verbs.deploy import plan_recipe
 from mergepipe_pipeline.verbs.index import index_arrival

@@ -17,7 +17,7 @@ from mergepipe_pipeline.definitions import build_definitions
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.resources import MergePipe
-from mergepipe_pipeline.sensors import failures, stalled
+from mergepipe_pipeline.sensors import failures
 from mergepipe_pipeline.sensors.reload import build_reload_sensor
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.verbs.deploy import last_release
@@ -245,7 +245,7 @@ def test_a_recipe_that_stands_still_for_long_is_told_once_until_it_goes_on(
             with dg.build_sensor_context(
                 cursor=cursor, resources={"mergepipe": MergePipe(home=str(home.root))}
             ) as context:
-                found = stalled.stalled_sensor(context)
+                found = failures.stalled_sensor(context)
             assert isinstance(found, dg.SensorResult)
             cursor = found.cursor
             time.sleep(0.02)

@@ -12,11 +12,12 @@ from mergepipe_pipeline.assets.recipes import build_recipe_assets
 from mergepipe_pipeline.deploy.arrivals import ask, attempted
 from mergepipe_pipeline.deploy.inbox import scan_inbox
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
+from mergepipe_pipeline.deploy.standing import Standing, standing
 from mergepipe_pipeline.deploy.wanted import wanted
 from mergepipe_pipeline.errors import CheckpointError
 from mergepipe_pipeline.sensors.reload import files_token
 from mergepipe_pipeline.tick import Ticker
-from mergepipe_pipeline.verbs.deploy import CURRENT, Due, Postponed, due
+from mergepipe_pipeline.verbs.deploy import Due, current, due
 from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.verbs.publish import history
 from mergepipe_pipeline.verbs.tag import tag
@@ -109,16 +110,20 @@ def test_a_recipe_waits_for_what_is_about_to_join_and_for_nothing_else(
         drop(name, "expert_01")
     (home.inbox / "chat-half").mkdir()
     (home.inbox / "chat-half" / "config.json").write_text("{}")
-    wait = "it waits for the index of what is about to join: "
-    assert due(home, recipe_file_of(home)) == Postponed(f"{wait}chat-b, chat-c")
+
+    def waiting(names: str) -> Standing:
+        said = f"it waits for the index of what is about to join: {names}"
+        return standing(recipe_file_of(home), "waiting", said)
+
+    assert due(home, recipe_file_of(home)) == waiting("chat-b, chat-c")
     for entry in (x for x in scan_inbox(home, 0.0) if x.is_ready):
         ask(home, entry.name, entry.token)
     land(home, drop, chat_b="expert_01")
-    assert due(home, recipe_file_of(home)) == Postponed(f"{wait}chat-c")
+    assert due(home, recipe_file_of(home)) == waiting("chat-c")
     with suppress(CheckpointError), attempted(home, "chat-c"):
-        assert due(home, recipe_file_of(home)) == Postponed(f"{wait}chat-c")
+        assert due(home, recipe_file_of(home)) == waiting("chat-c")
         raise CheckpointError("It cannot be read")
     assert isinstance(due(home, recipe_file_of(home)), Due)
     land(home, drop, chat_c="expert_01")
     assert recipe_file_of(home).members == ("base", "chat-a", "chat-b", "chat-c")
-    assert due(home, recipe_file_of(home)) != CURRENT
+    assert due(home, recipe_file_of(home)) != current(recipe_file_of(home))

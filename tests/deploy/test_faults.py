@@ -23,7 +23,7 @@ from mergepipe_pipeline.errors import (
     ResourceError,
     StorageFullError,
 )
-from mergepipe_pipeline.sensors.attempts import _chain
+from mergepipe_pipeline.sensors.runs import _chain
 from mergepipe_pipeline.storage.regular import refusals_named
 
 

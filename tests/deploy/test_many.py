@@ -111,9 +111,9 @@ def test_the_record_of_an_input_is_decoded_once_until_there_is_another(
     standing: Warehouse, released: RecipeFile, family: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded = counted(monkeypatch, arrow_tables, "decode_checkpoint")
-    assert deploy.due(standing, released) == deploy.CURRENT
+    assert deploy.due(standing, released) == deploy.current(released)
     decoded()
-    assert deploy.due(standing, released) == deploy.CURRENT
+    assert deploy.due(standing, released) == deploy.current(released)
     assert decoded() == 0
     shutil.rmtree(standing.inbox / "expert_00")
     shutil.copytree(family / "expert_02", standing.inbox / "expert_00")
@@ -136,7 +136,7 @@ def test_a_recipe_and_a_ref_are_looked_up_without_a_look_at_any_other_ref(
     for ref in ("a", "z"):
         standing.refs.publish(ref, snapshot_id, "by hand")
     with folders_listed() as listed:
-        assert deploy.due(standing, released) == deploy.CURRENT
+        assert deploy.due(standing, released) == deploy.current(released)
         assert snapshot_of(standing, "n") == snapshot_id
         assert snapshot_of(standing, "n@1") == snapshot_id
     assert {folder for folder in listed if folder.is_relative_to(standing.refs_dir)} == {

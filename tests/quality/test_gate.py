@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,13 +13,14 @@ from click.testing import CliRunner
 
 from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
+from mergepipe_pipeline.deploy.standing import Standing
 from mergepipe_pipeline.digest import unseal
 from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import EvaluationError, GateError, MergePipeError
 from mergepipe_pipeline.verbs.deploy import (
-    CURRENT,
     Due,
+    current,
     due,
     merge_recipe,
     plan_recipe,
@@ -78,7 +80,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, family: Path) -> Path:
         index_arrival(home, name)
     made(home)
     release_recipe(home, recipe_file_of(home))
-    assert due(home, recipe_file_of(home)) == CURRENT
+    assert due(home, recipe_file_of(home)) == current(recipe_file_of(home))
     land(home, 8.0)
     made(home)
     with pytest.raises(GateError, match=r"is 4, 0\.07.* live; the gate asks for at most 1"):
@@ -98,12 +100,14 @@ def home(whole: Path, tmp_path: Path) -> Warehouse:
 
 def test_a_refused_candidate_leaves_the_ref_and_is_not_asked_for_again(home: Warehouse) -> None:
     assert versions(home) == [1]
-    told = due(home, recipe_file_of(home))
-    assert isinstance(told, str)
+    refused = due(home, recipe_file_of(home))
+    assert isinstance(refused, Standing)
+    assert refused.state == "refused"
+    told = refused.told
     assert "largest is 4, 0.07" in told
     assert "live; the gate asks for at most 1; " in told
     assert told.endswith("n stays as it is, until the recipe, its evaluator or an input changes")
-    assert due(home, recipe_file_of(home)) == told
+    assert due(home, recipe_file_of(home)) == refused
     with pytest.raises(GateError):
         release_recipe(home, recipe_file_of(home))
     assert versions(home) == [1]
@@ -115,15 +119,17 @@ def test_a_mended_version_is_asked_for_and_released(home: Warehouse) -> None:
     made(home)
     release_recipe(home, recipe_file_of(home))
     assert versions(home) == [1, 2]
-    assert due(home, recipe_file_of(home)) == CURRENT
+    assert due(home, recipe_file_of(home)) == current(recipe_file_of(home))
     assert refusal(home, "n") is None
 
 
 def test_nothing_is_merged_that_could_not_be_measured(home: Warehouse) -> None:
     (home.recipes / "eval.py").unlink()
     land(home, 0.02)
-    with pytest.raises(EvaluationError, match=r"eval\.py.*no such file"):
-        due(home, recipe_file_of(home))
+    where = due(home, recipe_file_of(home))
+    assert isinstance(where, Standing)
+    assert where.state == "cannot be used"
+    assert re.search(r"eval\.py.*no such file", where.told)
     standing(home, "n")
     assert isinstance(due(home, recipe_file_of(home)), Due)
 

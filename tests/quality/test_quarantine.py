@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.contents.quarantine import decide, kept_out
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
+from mergepipe_pipeline.deploy.standing import Standing
 from mergepipe_pipeline.errors import CorruptionError, GateError, NotFoundError
 from mergepipe_pipeline.quality.regression import changes_between
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.verbs.check import check
-from mergepipe_pipeline.verbs.deploy import Due, Postponed, due
+from mergepipe_pipeline.verbs.deploy import Due, due
 from mergepipe_pipeline.verbs.extract_lora import extract_lora
 from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.verbs.ls import ls
@@ -58,7 +59,7 @@ def recipe(home: Warehouse, land: Land) -> Path:
     return path
 
 
-def _due(home: Warehouse) -> Due | Postponed | str:
+def _due(home: Warehouse) -> Due | Standing:
     (recipe_file,) = recipe_files(home)
     return due(home, recipe_file)
 
@@ -69,10 +70,10 @@ def test_a_recipe_waits_for_a_quarantined_content_alone_and_says_what_to_do(
     assert isinstance(_due(home), Due)
     quarantine(home, "chat", reason="it forgot how to count")
     told = _due(home)
-    assert isinstance(told, Postponed)
-    assert told.reason.startswith("chat is quarantined since ")
-    assert "it forgot how to count" in told.reason
-    assert "`mergepipe quarantine chat --release`" in told.reason
+    assert isinstance(told, Standing)
+    assert told.told.startswith("chat is quarantined since ")
+    assert "it forgot how to count" in told.told
+    assert "`mergepipe quarantine chat --release`" in told.told
     land("chat", "expert_01")
     assert isinstance(_due(home), Due)
     land("chat", "expert_00")

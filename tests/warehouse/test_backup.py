@@ -129,7 +129,7 @@ def test_copies_made_while_merges_run_are_whole_and_work_goes_on_in_them(
         report = verify_all(restored)
         assert report.ok, report
         (recipe_file,) = recipe_files(restored)
-        assert deploy.due(restored, recipe_file) == deploy.CURRENT
+        assert deploy.due(restored, recipe_file) == deploy.current(recipe_file)
         again = merge(restored, parse(text, name="n", where="n")).summary()
         assert again["snapshot_id"] == snapshot.snapshot_id
         assert again["layers_executed"] == 0

@@ -116,7 +116,7 @@ def test_a_moved_warehouse_merges_its_inbox_and_reads_and_makes_nothing_again(
     assert same(first, again)
     assert (again["layers_executed"], again["expert_bytes_read"]) == (0, 0)
     (file,) = recipe_files(moved)
-    assert deploy.due(moved, file) == deploy.CURRENT
+    assert deploy.due(moved, file) == deploy.current(file)
     assert {Path(s.root).parent for s in deploy.current_plan(moved, "n").sources} == {moved.inbox}
     assert all(entry.is_indexed for entry in scan_inbox(moved, Patience(0.0, 0.0)))
     assert verify_all(moved).ok

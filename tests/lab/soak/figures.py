@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from statistics import median
 
-from mergepipe_pipeline.sensors.retention import IDLE_TICKS_S
+from mergepipe_pipeline.sensors.housekeeping import IDLE_TICKS_S
 from tests.lab.soak.deployment import Deployment
 from tests.lab.soak.judge import Latency, Row
 from tests.lab.soak.watch import Watch

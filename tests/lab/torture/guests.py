@@ -33,11 +33,9 @@ from dagster._core.storage.sql import ScriptDirectory  # type: ignore[attr-defin
 from mergepipe_pipeline.assets.experts import experts_of
 from mergepipe_pipeline.execution.plan_leases import lease_run
 from mergepipe_pipeline.resources import MergePipe
-from mergepipe_pipeline.sensors.attempts import recipes_under_way
+from mergepipe_pipeline.sensors.housekeeping import orphans_sensor, retention_sensor
 from mergepipe_pipeline.sensors.inbox import build_inbox_sensor
-from mergepipe_pipeline.sensors.orphans import orphans_sensor
-from mergepipe_pipeline.sensors.ours import Ours
-from mergepipe_pipeline.sensors.retention import retention_sensor
+from mergepipe_pipeline.sensors.runs import Ours, recipes_under_way
 from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.guests import MODULE, origins, repository_of

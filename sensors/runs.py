@@ -1,18 +1,42 @@
-"""What Dagster's storage tells of runs: which work on a recipe, and how attempts at it ended."""
+"""Runs on a Dagster instance: which are ours, what they work on, and how they ended.
 
-from collections.abc import Iterator, Mapping
+Every sensor that asks for runs asks here. A run is ours if it carries the identity of our warehouse
+and no other code location made it: a copy of a warehouse has the identity of the original. A run
+without any, which waits in the queue, is ours if our location made it and loads nothing but this
+package.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
 
 import dagster as dg
 from dagster import DagsterEventType as Event
 from dagster import DagsterRunStatus as Status
+from dagster._core.code_pointer import ModuleCodePointer
 from dagster._core.events import JobFailureData
+from dagster._core.scheduler.instigation import InstigatorState
+from dagster._core.storage.tags import REPOSITORY_LABEL_TAG
 from dagster_shared.error import SerializableErrorInfo
 
 from mergepipe_pipeline.deploy.faults import SILENT, Fault, fault_of
-from mergepipe_pipeline.deploy.retry import MOST_ATTEMPTS, Attempt
-from mergepipe_pipeline.sensors.ours import ACTIVE, Ours
+from mergepipe_pipeline.deploy.retry import MOST_ATTEMPTS, Attempt, reason_to_wait
+from mergepipe_pipeline.resources import WAREHOUSE_TAG, MergePipe
 from mergepipe_pipeline.text import plain_of_markdown
 
+ACTIVE = [Status.QUEUED, Status.NOT_STARTED, Status.STARTING, Status.STARTED, Status.CANCELING]
+#: The module that loads nothing but ours.
+_MODULE = "mergepipe_pipeline.definitions"
+#: All our sensors, whose ticks are ours.
+SENSORS = frozenset(
+    f"{name}_sensor"
+    for name in (
+        *("inbox", "orphans", "recipe", "reload", "retention"),
+        *("failure", "stalled", "bisect", "search"),
+    )
+)
 RECIPE_TAG = "mergepipe/recipe"
 #: The number of a run among those at the same; a person's runs have that of the run they repeat.
 ATTEMPT_TAG = "mergepipe/attempt"
@@ -23,6 +47,73 @@ _MOST_READ = 20
 _CHECK_FAILED = "DagsterAssetCheckFailedError"
 #: How Dagster begins to tell of a run whose process is gone.
 _OUTSIDE = "This run has been marked as failed from outside"
+
+
+@dataclass(frozen=True)
+class Ours:
+    """What one code location may touch of an instance.
+
+    `tags` are those of our runs; `label` names the location as Dagster's storage does, None where
+    nobody says it, as to a schedule or outside of a location.
+    """
+
+    instance: dg.DagsterInstance
+    tags: Mapping[str, str]
+    label: str | None = None
+
+    @staticmethod
+    def of(
+        context: dg.SensorEvaluationContext | dg.ScheduleEvaluationContext, mergepipe: MergePipe
+    ) -> "Ours":
+        """What is ours for a tick."""
+        label = None
+        if isinstance(context, dg.SensorEvaluationContext) and context.code_location_origin:
+            place = context.code_location_origin.location_name
+            label = f"{context.repository_name}@{place}"
+        return Ours(context.instance, mergepipe.tags, label)
+
+    @property
+    def location(self) -> dict[str, str]:
+        """The tag of what our location made; none where nobody says which that is."""
+        return {} if self.label is None else {REPOSITORY_LABEL_TAG: self.label}
+
+    def has(self, run: dg.DagsterRun) -> bool:
+        """Whether a run is ours."""
+        made = run.remote_job_origin
+        if made and self.label not in (None, made.repository_origin.get_label()):
+            return False
+        if WAREHOUSE_TAG in run.tags:
+            return self.tags.items() <= run.tags.items()
+        return made is not None and _loads_ours_alone(run)
+
+    def runs(
+        self, statuses: Sequence[Status], tags: Mapping[str, str] | None = None
+    ) -> list[dg.DagsterRun]:
+        """Our runs of these statuses with these tags, the newest first."""
+        wanted = dg.RunsFilter(statuses=list(statuses), tags=dict(tags or {}))
+        return [run for run in self.instance.get_runs(wanted) if self.has(run)]
+
+    def runs_before(self, statuses: Sequence[Status], created_s: float) -> list[dg.DagsterRun]:
+        """Our runs of these statuses that were made before a time in seconds, the oldest first."""
+        # Others may keep very many: storage looks for what our location made, or our warehouse.
+        tags = self.location or self.tags
+        before = datetime.fromtimestamp(created_s).astimezone()
+        wanted = dg.RunsFilter(statuses=list(statuses), tags=dict(tags), created_before=before)
+        return [run for run in self.instance.get_runs(wanted, ascending=True) if self.has(run)]
+
+    def has_sensor(self, state: InstigatorState) -> bool:
+        """Whether a state that the instance keeps is of a sensor of ours."""
+        return (
+            state.instigator_name in SENSORS
+            and state.origin.repository_origin.get_label() == self.label
+        )
+
+
+def _loads_ours_alone(run: dg.DagsterRun) -> bool:
+    """Whether the location that made a run loads only our definitions."""
+    origin = run.job_code_origin
+    pointer = origin.repository_origin.code_pointer if origin else None
+    return isinstance(pointer, ModuleCodePointer) and pointer.module == _MODULE
 
 
 def recipes_under_way(ours: Ours) -> set[str]:
@@ -61,16 +152,30 @@ def attempt_of(instance: dg.DagsterInstance, run_id: str) -> Attempt:
     return _attempt(instance, record)
 
 
-def next_attempt(ours: Ours, tags: Mapping[str, str]) -> str:
-    """The number of our next run with these tags, which none has: no two may have one key.
+def request(
+    ours: Ours,
+    key: str,
+    tags: Mapping[str, str],
+    more: Mapping[str, str] | None = None,
+    **about: Any,
+) -> dg.RunRequest:
+    """A run at what `tags` say, with a number that no run at the same has: no two have one key.
 
     However they ended: a release whose record was lost is made once more, after a run that
     succeeded. Counting does not do: people delete runs, and so does `retention_sensor`.
     """
-    runs = ours.runs([], tags)[::-1]
-    # Runs of earlier versions have no number.
-    numbers = (int(run.tags.get(ATTEMPT_TAG, place)) for place, run in enumerate(runs, 1))
-    return str(max(numbers, default=0) + 1)
+    numbers = (int(run.tags.get(ATTEMPT_TAG, 0)) for run in ours.runs([], tags))
+    attempt = str(max(numbers, default=0) + 1)
+    named = {**tags, **ours.tags, ATTEMPT_TAG: attempt, **(more or {})}
+    return dg.RunRequest(run_key=f"{key}:{attempt}", tags=named, **about)
+
+
+def request_or_reason_to_wait(
+    ours: Ours, key: str, tags: Mapping[str, str], retry_s: float, **about: Any
+) -> dg.RunRequest | str:
+    """The same, unless attempts at it have failed lately: then why not."""
+    waiting = reason_to_wait(failed_attempts(ours, tags), time.time(), retry_s)
+    return request(ours, key, tags, **about) if waiting is None else waiting
 
 
 def _attempt(instance: dg.DagsterInstance, record: dg.RunRecord, number: int = 1) -> Attempt:
