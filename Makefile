@@ -66,7 +66,7 @@ types: venv
 
 # Before the suite, beside another check: its workers would compile them each for itself.
 kernels: venv
-	$(BIN)/python -m tests.support.kernels
+	$(BIN)/python -m mergepipe_pipeline.demo.kernels
 
 layers: venv
 	$(BIN)/lint-imports

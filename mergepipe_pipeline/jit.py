@@ -7,11 +7,14 @@ compute as before.
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from mergepipe_pipeline.digest import sha256_hex
@@ -44,16 +47,38 @@ def cached_njit(**options: Any) -> Callable[[Function], Function]:
 def kernel_cache() -> Path:
     """The folder of kernels that were compiled from the sources as they are.
 
-    In `NUMBA_CACHE_DIR`, or beside the sources; where that cannot be written, in the user's cache.
+    In `NUMBA_CACHE_DIR`, or beside the sources; where that cannot be written, in the user's cache,
+    or for as long as this process lives. These take over what was compiled beside the sources, as
+    when an image was built: Numba reads no folder that it cannot write.
     """
     sources = b"".join(path.read_bytes() for path in sorted(kernel_sources()))
     folder = f"kernels-{sha256_hex(sources)[:16]}"
     if given := os.environ.get("NUMBA_CACHE_DIR"):
         return Path(given) / folder
-    if os.access(_PACKAGE, os.W_OK):
-        return _PACKAGE / "__pycache__" / folder
-    users = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(users) / "mergepipe" / folder
+    beside = _PACKAGE / "__pycache__" / folder
+    if _may_write(_PACKAGE):
+        return beside
+    users = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mergepipe"
+    own = (users if _may_write(users) else _of_this_process()) / folder
+    for kernel in beside.glob("*/*"):
+        link = own / kernel.relative_to(beside)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            link.symlink_to(kernel)
+    return own
+
+
+def _may_write(folder: Path) -> bool:
+    """Whether this user can write into a folder, which is made if it is not there."""
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    return os.access(folder, os.W_OK)
+
+
+def _of_this_process() -> Path:
+    folder = TemporaryDirectory(prefix="mergepipe-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
 
 
 def kernel_sources() -> set[Path]:

@@ -68,6 +68,51 @@ def test_what_was_compiled_is_found_again_also_in_a_folder_that_the_user_names(
     assert any(p.is_relative_to(tmp_path / "named") for p in kept)
 
 
+def read_only(package: Path, command: list[str]) -> list[str]:
+    """A command that finds a package read-only, whoever runs it."""
+    if os.geteuid():
+        for path in (package, *package.rglob("*")):
+            path.chmod(path.stat().st_mode & ~0o222)
+        return command
+    mounts = f"mount --bind {package} {package} && mount -o remount,bind,ro {package}"
+    if subprocess.run(["unshare", "-m", "sh", "-c", mounts], capture_output=True).returncode:
+        pytest.skip("root may not mount here")
+    return ["unshare", "-m", "sh", "-c", f'{mounts} && exec "$@"', "sh", *command]
+
+
+def compiled_by(copied: Path, code: str, home: Path, *, is_read_only: bool) -> tuple[int, int]:
+    """How many kernels a process loads, and how many it compiles."""
+    command = [sys.executable, *code.split(maxsplit=1)]
+    if is_read_only:
+        command = read_only(copied / "mergepipe_pipeline", command)
+    own = {"PYTHONPATH": str(copied), "XDG_CACHE_HOME": str(home), "NUMBA_DEBUG_CACHE": "1"}
+    env = {k: v for k, v in os.environ.items() if k not in ("NUMBA_CACHE_DIR", "MERGEPIPE_HOME")}
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**env, **own}, cwd=copied, check=True
+    )
+    return done.stdout.count("data loaded from"), done.stdout.count("data saved to")
+
+
+@pytest.mark.parametrize("place", ["users", "/proc/none"])
+def test_what_was_compiled_beside_a_package_is_found_where_the_package_is_read_only(
+    copied: Path, tmp_path: Path, place: str
+) -> None:
+    home, code = tmp_path / place, f"-c {NUMBERS}"
+    assert compiled_by(copied, code, home, is_read_only=False)[1] > 0
+    loaded, compiled = compiled_by(copied, code, home, is_read_only=True)
+    assert (loaded > 0, compiled) == (True, 0)
+
+
+@pytest.mark.long
+def test_after_the_kernels_of_an_image_are_compiled_no_process_of_it_compiles_any(
+    copied: Path, tmp_path: Path
+) -> None:
+    code = "-m mergepipe_pipeline.demo.kernels"
+    assert compiled_by(copied, code, tmp_path / "users", is_read_only=False)[1] > 40
+    loaded, compiled = compiled_by(copied, code, tmp_path / "users", is_read_only=True)
+    assert (loaded > 40, compiled) == (True, 0)
+
+
 def test_every_cached_kernel_lies_where_its_freshness_is_looked_after() -> None:
     with_cache = {p for p in PACKAGE.rglob("*.py") if re.search(r"^@.*njit", p.read_text(), re.M)}
     assert with_cache <= jit.kernel_sources()

@@ -1,0 +1,104 @@
+"""Compiles the kernels of merges: `python -m mergepipe_pipeline.demo.kernels`.
+
+Numba compiles for the types that a kernel meets. So a tiny family is merged by every kind of
+kernel, packed, and merged from its packs under a budget; what that compiles is kept in
+`jit.kernel_cache`. For images, whose processes then compile nothing on a processor of the same
+kind, and for suites, whose workers would each compile them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from mergepipe_pipeline.bfloat16 import nearest
+from mergepipe_pipeline.jit import kernel_cache, kernel_sources
+from mergepipe_pipeline.verbs.merge import merge
+from mergepipe_pipeline.verbs.pack import pack
+from mergepipe_pipeline.warehouse import Warehouse
+
+_HIDDEN, _VOCABULARY = 32, 96
+_SHAPES = {
+    "model.embed_tokens.weight": (_VOCABULARY, _HIDDEN),
+    "model.layers.0.input_layernorm.weight": (_HIDDEN,),
+    "model.layers.0.mlp.down_proj.weight": (_HIDDEN, 2 * _HIDDEN),
+    "model.layers.0.self_attn.q_proj.weight": (_HIDDEN, _HIDDEN),
+    "model.norm.weight": (_HIDDEN,),
+}
+_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": _HIDDEN,
+    "num_hidden_layers": 1,
+    "vocab_size": _VOCABULARY,
+}
+#: Methods and their parameters: one of each kind of kernel; the last once more under a budget.
+_RECIPES = (
+    ("dare_ties", "{density: 0.5}"),
+    ("dare_linear", "{density: 0.5, rescale: true}"),
+    ("della", "{density: 0.5, epsilon: 0.1}"),
+    ("breadcrumbs", "{density: 0.5, gamma: 0.1}"),
+    ("task_arithmetic", "{}"),
+    ("linear", "{}"),
+    ("ties", "{density: 0.3}"),
+)
+
+
+def compile_kernels() -> Path:
+    """Compile all kernels that are not compiled yet; the folder where they are."""
+    for path in kernel_sources():  # an image keeps full seconds, and Numba looks at the time
+        if os.access(path, os.W_OK):
+            seconds = int(path.stat().st_mtime)
+            os.utime(path, (seconds, seconds))
+    with tempfile.TemporaryDirectory(prefix="mergepipe-kernels-") as folder:
+        _merge_all(Path(folder))
+    return kernel_cache()
+
+
+def _merge_all(folder: Path) -> None:
+    for dtype in ("BF16", "F32"):
+        base, *experts = (folder / dtype / f"model_{n}" for n in range(4))
+        for seed, model in enumerate((base, *experts)):
+            _write_model(model, seed, dtype)
+        home = Warehouse.at(folder / f"warehouse-{dtype}").ensure()
+        models = "".join(f"- {{model: {m}, parameters: {{weight: 0.5}}}}\n" for m in experts)
+        for is_packed in (False, True):
+            for method, parameters in _RECIPES:
+                path = folder / "recipe.yml"
+                path.write_text(
+                    f"merge_method: {method}\nbase_model: {base}\ndtype: bfloat16\n"
+                    f"parameters: {parameters}\nmodels:\n{models}"
+                )
+                merge(home, path, fresh=is_packed)
+            merge(home, path, budget="40%")
+            if not is_packed:
+                pack(home, [str(m) for m in experts], base=str(base))
+
+
+def _write_model(folder: Path, seed: int, dtype: str) -> None:
+    """A checkpoint of random weights: the base for seed 0, else one near it."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(_CONFIG))
+    header, parts, at = dict[str, object](), list[bytes](), 0
+    for number, (name, shape) in enumerate(_SHAPES.items()):
+        values = np.random.default_rng(number).normal(0, 0.02, shape)
+        if seed:
+            values += np.random.default_rng((number, seed)).normal(0, 0.002, shape)
+        bits = values.astype(np.float32).view(np.uint32)
+        data = (nearest(bits).astype(np.uint16) if dtype == "BF16" else bits).tobytes()
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + len(data)]}
+        parts.append(data)
+        at += len(data)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    (folder / "model.safetensors").write_bytes(
+        len(text).to_bytes(8, "little") + text + b"".join(parts)
+    )
+
+
+if __name__ == "__main__":
+    print(compile_kernels())
