@@ -4,8 +4,7 @@ from typing import Any
 
 import dagster as dg
 
-from mergepipe_pipeline.assets.failures import as_failure
-from mergepipe_pipeline.assets.labels import labels
+from mergepipe_pipeline.assets.labels import asset_of
 from mergepipe_pipeline.assets.metadata import markdown_table, plain_name
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.resources import Engine, MergePipe
@@ -24,13 +23,7 @@ def build_bisect(file: RecipeFile) -> list[dg.AssetsDefinition]:
     if not is_traced(file):
         return []
 
-    @dg.asset(
-        key=[file.name, "bisect"],
-        deps=[[file.name, "evaluation"]],
-        pool="disk_write",
-        **labels(file, "python"),
-    )
-    @as_failure
+    @asset_of(file, "python", after=["evaluation"], pool="disk_write")
     def bisect(
         context: dg.AssetExecutionContext, mergepipe: MergePipe, engine: Engine
     ) -> dg.MaterializeResult[None]:

@@ -6,7 +6,7 @@ Recipes without `evaluate:` have neither.
 import dagster as dg
 
 from mergepipe_pipeline.assets.failures import as_failure
-from mergepipe_pipeline.assets.labels import labels
+from mergepipe_pipeline.assets.labels import asset_of
 from mergepipe_pipeline.assets.metadata import description, gate_metadata, metrics_metadata
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.resources import MergePipe
@@ -20,18 +20,8 @@ def build_evaluation(file: RecipeFile) -> list[dg.AssetsDefinition | dg.AssetChe
     return [_evaluation(file), *([_gate(file)] if file.recipe.gate is not None else [])]
 
 
-def before_release(file: RecipeFile) -> list[str]:
-    """The key of what a release follows."""
-    return [file.name, "snapshot" if file.recipe.evaluator is None else "evaluation"]
-
-
 def _evaluation(file: RecipeFile) -> dg.AssetsDefinition:
-    @dg.asset(
-        key=[file.name, "evaluation"],
-        deps=[[file.name, "snapshot"]],
-        **labels(file, "python"),
-    )
-    @as_failure
+    @asset_of(file, "python", after=["snapshot"])
     def evaluation(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
         """Measures the snapshot as the recipe's `evaluate:` says; each metric has a plot.
 

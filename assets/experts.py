@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import dagster as dg
@@ -12,11 +12,13 @@ from mergepipe_pipeline.assets.links import dependents_link
 from mergepipe_pipeline.assets.metadata import description, gib
 from mergepipe_pipeline.deploy.arrivals import arrival
 from mergepipe_pipeline.deploy.instance import identity_of, own_name
+from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.deploy.recorded import reason_to_wait_for
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.settings import SHARDS
 from mergepipe_pipeline.verbs.index import IndexedExpert, index_arrival
+from mergepipe_pipeline.verbs.standing_searches import StandingSearch
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: The key of the asset whose partitions are the experts.
@@ -31,6 +33,12 @@ def experts_of(warehouse: Warehouse) -> dg.DynamicPartitionsDefinition:
     return dg.DynamicPartitionsDefinition(name=own_name("experts", identity_of(warehouse)))
 
 
+def experts_used(file: RecipeFile | StandingSearch) -> dg.AssetDep:
+    """The partitions of the index that a recipe or search uses."""
+    mapping = dg.SpecificPartitionsPartitionMapping(list(file.members))
+    return dg.AssetDep(EXPERT_INDEX, partition_mapping=mapping)
+
+
 def build_expert_index(experts: dg.DynamicPartitionsDefinition) -> dg.AssetsDefinition:
     """The asset whose partitions are the experts."""
 
@@ -41,30 +49,16 @@ def build_expert_index(experts: dg.DynamicPartitionsDefinition) -> dg.AssetsDefi
         kinds={"python", "parquet"},
         owners=owners(),
         pool="disk_read",
-        output_required=False,  # of several partitions each has an event of its own
+        output_required=False,  # each partition has an event of its own
     )
-    def expert_index(
-        context: dg.AssetExecutionContext, mergepipe: MergePipe
-    ) -> Iterator[dg.MaterializeResult[None]]:
+    def expert_index(context: dg.AssetExecutionContext, mergepipe: MergePipe) -> None:
         """Makes a checkpoint that landed in the inbox known: headers, digests and block statistics.
 
         A partition is a checkpoint. Its data version is the digest of the contents: files touched
         without a change of a byte change nothing downstream. A failure is retried by inbox_sensor:
         three times, or for as long as storage, network or memory fail.
         """
-        names = context.partition_keys
-        if len(names) > 1:
-            _index_each(context, mergepipe, names)
-            return
-        started = time.monotonic()
-        try:
-            done = index_arrival(mergepipe.warehouse, names[0], packs=mergepipe.packs)
-        except MergePipeError as error:
-            context.log_event(_problem(mergepipe.warehouse, names[0], error))
-            raise dg.Failure(str(error), allow_retries=False) from error
-        yield dg.MaterializeResult(
-            data_version=dg.DataVersion(done.content_sha256), metadata=_metadata(done, started)
-        )
+        _index_each(context, mergepipe, context.partition_keys)
 
     # Many partitions that a person asks for are one run.
     return expert_index.with_attributes(backfill_policy=dg.BackfillPolicy.single_run())
@@ -121,7 +115,7 @@ def _index_each(
             done = index_arrival(mergepipe.warehouse, name, packs=mergepipe.packs)
         except (MergePipeError, OSError) as error:
             context.log_event(_problem(mergepipe.warehouse, name, error))
-            failed.append(f"{name}: {error}")
+            failed.append(f"{name}: {error}" if len(names) > 1 else str(error))
             continue
         context.log_event(
             dg.AssetMaterialization(
@@ -181,8 +175,8 @@ def _problem(
         description=description(str(error)),
         metadata={
             "problem": str(error),
-            "failures of this content": known.failures,
-            "quarantined": known.is_quarantined,
+            "failures of this content": known.index.failures,
+            "given up": known.index.is_given_up,
         },
     )
 

@@ -1,9 +1,15 @@
-"""What all assets carry for people: owners, kinds, tags and the group they are shown in."""
+"""What assets of recipes and searches share: how they are made, and what they carry for people."""
 
-from typing import TypedDict
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict
 
+import dagster as dg
+
+from mergepipe_pipeline.assets.failures import as_failure
+from mergepipe_pipeline.assets.metadata import description
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.settings import OWNERS
+from mergepipe_pipeline.text import visible
 from mergepipe_pipeline.verbs.standing_searches import StandingSearch
 
 
@@ -34,3 +40,44 @@ def labels(file: RecipeFile | StandingSearch, *kinds: str) -> Labels:
         "owners": owners(),
         "kinds": set(kinds),
     }
+
+
+def asset_of(
+    file: RecipeFile | StandingSearch,
+    *kinds: str,
+    after: Sequence[str | dg.AssetDep] = (),
+    pool: str | None = None,
+    partitions: dg.PartitionsDefinition[str] | None = None,
+) -> Callable[[Callable[..., Any]], dg.AssetsDefinition]:
+    """An asset of a recipe or search from a function, whose name it has, and whose errors it tells.
+
+    It follows what `after` names: others of the same recipe or search, or any.
+    """
+
+    def decorate(work: Callable[..., Any]) -> dg.AssetsDefinition:
+        asset = dg.asset(
+            key=[file.name, work.__name__],
+            deps=[dg.AssetDep([file.name, x]) if isinstance(x, str) else x for x in after],
+            pool=pool,
+            partitions_def=partitions,
+            **labels(file, *kinds),
+        )
+        return asset(as_failure(work))
+
+    return decorate
+
+
+def problem_asset(
+    file: RecipeFile | StandingSearch, first: str, deps: Sequence[dg.AssetDep] = ()
+) -> dg.AssetsDefinition:
+    """An asset that says why a recipe or search cannot be used, in the place of its `first` one."""
+    spec = dg.AssetSpec(
+        [file.name, first],
+        deps=deps,
+        description=description(file.problem or ""),
+        metadata={"problem": dg.MetadataValue.text(visible(file.problem or ""))},
+        group_name=file.identifier,
+        owners=owners(),
+        kinds={"problem"},
+    )
+    return dg.AssetsDefinition(specs=[spec])

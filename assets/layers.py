@@ -23,7 +23,7 @@ import dagster as dg
 from pydantic import Field
 
 from mergepipe_pipeline.assets.failures import as_failure
-from mergepipe_pipeline.assets.labels import labels
+from mergepipe_pipeline.assets.labels import asset_of, labels
 from mergepipe_pipeline.assets.metadata import (
     layer_metadata,
     merge_metadata,
@@ -85,13 +85,7 @@ def partition(layer: str) -> str:
 
 
 def _merge(file: RecipeFile) -> dg.AssetsDefinition:
-    @dg.asset(
-        key=[file.name, "merge"],
-        deps=[[file.name, "plan"]],
-        pool="disk_write",
-        **labels(file, "python", "pytorch"),
-    )
-    @as_failure
+    @asset_of(file, "python", "pytorch", after=["plan"], pool="disk_write")
     def merge(
         context: dg.AssetExecutionContext, config: Layers, mergepipe: MergePipe, engine: Engine
     ) -> dg.MaterializeResult[None]:

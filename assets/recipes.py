@@ -11,11 +11,11 @@ from collections.abc import Iterator
 
 import dagster as dg
 
-from mergepipe_pipeline.assets.evaluation import before_release, build_evaluation
-from mergepipe_pipeline.assets.experts import EXPERT_INDEX
+from mergepipe_pipeline.assets.evaluation import build_evaluation
+from mergepipe_pipeline.assets.experts import experts_used
 from mergepipe_pipeline.assets.failures import as_failure
 from mergepipe_pipeline.assets.freshness import build_on_schedule, on_schedule_key
-from mergepipe_pipeline.assets.labels import labels
+from mergepipe_pipeline.assets.labels import asset_of, problem_asset
 from mergepipe_pipeline.assets.layers import build_merge
 from mergepipe_pipeline.assets.links import Link, expert_link
 from mergepipe_pipeline.assets.metadata import (
@@ -35,7 +35,6 @@ from mergepipe_pipeline.assets.metadata import (
     stages_metadata,
     time_metadata,
 )
-from mergepipe_pipeline.assets.problems import problem_asset
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.domain.selector import by_expert
@@ -85,21 +84,11 @@ def build_recipe_assets(
 
 def build_problem(file: RecipeFile) -> dg.AssetsDefinition:
     """An asset in the place of a recipe's plan that says why the recipe cannot be used."""
-    return problem_asset(file, "plan", [_members(file)] if file.members else [])
-
-
-def _members(file: RecipeFile) -> dg.AssetDep:
-    mapping = dg.SpecificPartitionsPartitionMapping(list(file.members))
-    return dg.AssetDep(EXPERT_INDEX, partition_mapping=mapping)
+    return problem_asset(file, "plan", [experts_used(file)] if file.members else [])
 
 
 def _conflicts(file: RecipeFile) -> dg.AssetsDefinition:
-    @dg.asset(
-        key=[file.name, "conflicts"],
-        deps=[_members(file)],
-        **labels(file, "python", "parquet"),
-    )
-    @as_failure
+    @asset_of(file, "python", "parquet", after=[experts_used(file)])
     def conflicts(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
         """Says where the experts agree and where they cancel each other; no weight is read.
 
@@ -122,13 +111,13 @@ def _conflicts(file: RecipeFile) -> dg.AssetsDefinition:
 
 
 def _plan(file: RecipeFile) -> dg.AssetsDefinition:
-    @dg.asset(
-        key=[file.name, "plan"],
-        deps=[[file.name, "conflicts"], _members(file)],
+    @asset_of(
+        file,
+        "python",
+        "json",
+        after=["conflicts", experts_used(file)],
         pool="disk_write" if len(file.stages) > 1 else None,
-        **labels(file, "python", "json"),
     )
-    @as_failure
     def plan(
         context: dg.AssetExecutionContext, mergepipe: MergePipe, engine: Engine
     ) -> dg.MaterializeResult[None]:
@@ -174,13 +163,7 @@ def _within_budget(file: RecipeFile) -> dg.AssetChecksDefinition:
 
 
 def _snapshot(file: RecipeFile) -> dg.AssetsDefinition:
-    @dg.asset(
-        key=[file.name, "snapshot"],
-        deps=[[file.name, "plan"], [file.name, "merge"]],
-        pool="disk_write",
-        **labels(file, "huggingface", "safetensors"),
-    )
-    @as_failure
+    @asset_of(file, "huggingface", "safetensors", after=["plan", "merge"], pool="disk_write")
     def snapshot(mergepipe: MergePipe, engine: Engine) -> dg.MaterializeResult[None]:
         """Makes the merged model: a folder that transformers loads, and that never changes.
 
@@ -266,12 +249,7 @@ def _audited(mergepipe: MergePipe, file: RecipeFile) -> Iterator[dg.AssetCheckRe
 
 
 def _release(file: RecipeFile) -> dg.AssetsDefinition:
-    @dg.asset(
-        key=[file.name, "release"],
-        deps=[before_release(file)],
-        **labels(file, "json"),
-    )
-    @as_failure
+    @asset_of(file, "json", after=["snapshot" if file.recipe.evaluator is None else "evaluation"])
     def release(
         context: dg.AssetExecutionContext, mergepipe: MergePipe
     ) -> dg.MaterializeResult[None]:
@@ -303,12 +281,7 @@ def _release(file: RecipeFile) -> dg.AssetsDefinition:
 
 
 def _report(file: RecipeFile) -> dg.AssetsDefinition:
-    @dg.asset(
-        key=[file.name, "report"],
-        deps=[[file.name, "release"]],
-        **labels(file, "markdown"),
-    )
-    @as_failure
+    @asset_of(file, "markdown", after=["release"])
     def report(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
         """Says how much of which expert went into each layer of what is released."""
         plan = current_plan(mergepipe.warehouse, file.name)

@@ -9,9 +9,8 @@ from typing import Any
 
 import dagster as dg
 
-from mergepipe_pipeline.assets.experts import EXPERT_INDEX
-from mergepipe_pipeline.assets.failures import as_failure
-from mergepipe_pipeline.assets.labels import labels
+from mergepipe_pipeline.assets.experts import experts_used
+from mergepipe_pipeline.assets.labels import asset_of
 from mergepipe_pipeline.assets.metadata import metrics_metadata, plain_name, png, short, table
 from mergepipe_pipeline.deploy.instance import own_name
 from mergepipe_pipeline.resources import Engine, MergePipe
@@ -73,14 +72,7 @@ def build_search_jobs(standing: StandingSearch) -> dict[str, Any]:
 
 
 def _prior(standing: StandingSearch) -> dg.AssetsDefinition:
-    mapping = dg.SpecificPartitionsPartitionMapping(list(standing.members))
-
-    @dg.asset(
-        key=[standing.name, "prior"],
-        deps=[dg.AssetDep(EXPERT_INDEX, partition_mapping=mapping)],
-        **labels(standing, "python", "json"),
-    )
-    @as_failure
+    @asset_of(standing, "python", "json", after=[experts_used(standing)])
     def prior(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
         """Says how much each layer is expected to matter, and what the search costs at most.
 
@@ -94,14 +86,14 @@ def _prior(standing: StandingSearch) -> dg.AssetsDefinition:
 
 
 def _evaluations(standing: StandingSearch, identity: str) -> dg.AssetsDefinition:
-    @dg.asset(
-        key=[standing.name, "evaluations"],
-        deps=[[standing.name, "prior"]],
-        partitions_def=candidates(standing, identity),
+    @asset_of(
+        standing,
+        "python",
+        "safetensors",
+        after=["prior"],
         pool=pool(standing, identity),
-        **labels(standing, "python", "safetensors"),
+        partitions=candidates(standing, identity),
     )
-    @as_failure
     def evaluations(
         context: dg.AssetExecutionContext, mergepipe: MergePipe, engine: Engine
     ) -> dg.MaterializeResult[None]:
@@ -120,12 +112,7 @@ def _evaluations(standing: StandingSearch, identity: str) -> dg.AssetsDefinition
 
 
 def _front(standing: StandingSearch) -> dg.AssetsDefinition:
-    @dg.asset(
-        key=[standing.name, "front"],
-        deps=[[standing.name, "evaluations"]],
-        **labels(standing, "python"),
-    )
-    @as_failure
+    @asset_of(standing, "python", after=["evaluations"])
     def front(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
         """Draws what no other candidate beats in everything, and how that has grown.
 
@@ -144,10 +131,7 @@ def _front(standing: StandingSearch) -> dg.AssetsDefinition:
 
 
 def _refs(standing: StandingSearch) -> dg.AssetsDefinition:
-    @dg.asset(
-        key=[standing.name, "refs"], deps=[[standing.name, "front"]], **labels(standing, "json")
-    )
-    @as_failure
+    @asset_of(standing, "json", after=["front"])
     def refs(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
         """Publishes what lies on the front of a search that has ended, each under a ref.
 

@@ -4,7 +4,7 @@ Loaded by `workspace.yaml`. Loading reads recipe files and the catalog, never a 
 import torch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import dagster as dg
@@ -16,8 +16,8 @@ from mergepipe_pipeline.assets.experts import (
     experts_of,
     index_burst,
 )
+from mergepipe_pipeline.assets.labels import problem_asset
 from mergepipe_pipeline.assets.metadata import description
-from mergepipe_pipeline.assets.problems import problem_asset
 from mergepipe_pipeline.assets.recipes import build_problem, build_recipe_assets
 from mergepipe_pipeline.assets.searches import build_search_assets, build_search_jobs
 from mergepipe_pipeline.assets.space import free_space
@@ -48,10 +48,6 @@ from mergepipe_pipeline.settings import SHARDS
 from mergepipe_pipeline.verbs.standing_searches import StandingSearch, standing_searches
 from mergepipe_pipeline.warehouse import Warehouse
 
-#: What there is to do without any recipe.
-_JOBS = (index_job, index_burst, space_job)
-_SENSORS = (orphans_sensor, retention_sensor, failure_sensor, stalled_sensor)
-
 
 def build_definitions(
     home: Warehouse,
@@ -66,47 +62,25 @@ def build_definitions(
 
     A recipe that cannot be used is one asset that says why, and has no job.
     """
-    identity, experts = identity_of(home), experts_of(home)
     files = recipe_files(home)
-    parts = [_parts(c, shards or SHARDS.value()) for c in files]
-    problems = [p for p in parts if isinstance(p, RecipeFile)]
-    chains = [p for p in parts if not isinstance(p, RecipeFile)]
-    jobs = [chain.job for chain in chains]
-    traced = {chain.file.name: chain.bisect for chain in chains if chain.bisect}
-    built = [build_usable(experts), *(d for chain in chains for d in chain.assets)]
-    searches = _searches(home, identity, files, is_known)
-    refused = {
-        file.token: p.problem or ""
-        for file, p in zip(files, parts, strict=True)
-        if isinstance(p, RecipeFile) and file.problem is None
-    }
-    return dg.Definitions(
-        assets=[
-            *_without_recipes(home, experts),
-            *(build_problem(file) for file in problems),
-            *(d for d in built if not isinstance(d, dg.AssetChecksDefinition)),
-            *searches.assets,
-        ],
-        asset_checks=[d for d in built if isinstance(d, dg.AssetChecksDefinition)],
-        jobs=[*_JOBS, *jobs, *traced.values(), *searches.jobs],
-        schedules=[space_daily, *(chain.nightly for chain in chains if chain.nightly)],
-        sensors=[
-            *_SENSORS,
-            build_inbox_sensor(experts),
-            build_recipe_sensor([chain.file for chain in chains], refused, jobs, is_known),
-            build_reload_sensor(files_token(identity, (*files, *searches.files))),
-            *([build_bisect_sensor(traced, is_known)] if traced else []),
-            *searches.sensors,
-        ],
+    searches = standing_searches(home, files)
+    token = files_token(identity_of(home), (*files, *searches))
+    shared = dg.Definitions(
+        sensors=[build_reload_sensor(token)],
         resources={"mergepipe": mergepipe or MergePipe(home=str(home.root)), "engine": Engine()},
         executor=build_executor(home),
     )
+    return dg.Definitions.merge(
+        shared,
+        _of_warehouse(home),
+        _of_recipes(files, shards or SHARDS.value(), is_known),
+        _of_searches(home, searches, is_known),
+    )
 
 
-def _without_recipes(
-    home: Warehouse, experts: dg.DynamicPartitionsDefinition
-) -> list[dg.AssetsDefinition]:
-    """The assets that there are without any recipe; they say how to begin."""
+def _of_warehouse(home: Warehouse) -> dg.Definitions:
+    """What there is without any recipe; its assets say how to begin."""
+    experts = experts_of(home)
     land, write = (description(text) for text in how_to_begin(home))
     begin = f"To begin, {land}; then {write}."
 
@@ -114,8 +88,16 @@ def _without_recipes(
         return spec.replace_attributes(description=f"{spec.description}\n\n{begin}")
 
     (index,) = dg.map_asset_specs(with_begin, [build_expert_index(experts)])
-    assert isinstance(index, dg.AssetsDefinition)
-    return [build_status(begin), index, free_space]
+    return dg.Definitions(
+        assets=[build_status(begin), index, free_space],
+        asset_checks=[build_usable(experts)],
+        jobs=[index_job, index_burst, space_job],
+        schedules=[space_daily],
+        sensors=[
+            build_inbox_sensor(experts),
+            *(orphans_sensor, retention_sensor, failure_sensor, stalled_sensor),
+        ],
+    )
 
 
 @dataclass(frozen=True)
@@ -129,34 +111,47 @@ class _Chain:
     assets: list[dg.AssetsDefinition | dg.AssetChecksDefinition]
 
 
-@dataclass(frozen=True)
-class _Searches:
-    """The definitions of all searches; no sensor where there is no search file."""
+def _of_recipes(
+    files: Sequence[RecipeFile], shards: int, is_known: Callable[[], bool]
+) -> dg.Definitions:
+    """Of every recipe its chain, or one asset that says why it cannot be used."""
+    parts = [_parts(file, shards) for file in files]
+    chains = [p for p in parts if isinstance(p, _Chain)]
+    built = [d for chain in chains for d in chain.assets]
+    jobs = [chain.job for chain in chains]
+    traced = {chain.file.name: chain.bisect for chain in chains if chain.bisect}
+    refused = {
+        file.token: p.problem or ""
+        for file, p in zip(files, parts, strict=True)
+        if isinstance(p, RecipeFile) and file.problem is None
+    }
+    sensor = build_recipe_sensor([chain.file for chain in chains], refused, jobs, is_known)
+    return dg.Definitions(
+        assets=[
+            *(build_problem(p) for p in parts if isinstance(p, RecipeFile)),
+            *(d for d in built if not isinstance(d, dg.AssetChecksDefinition)),
+        ],
+        asset_checks=[d for d in built if isinstance(d, dg.AssetChecksDefinition)],
+        jobs=[*jobs, *traced.values()],
+        schedules=[chain.nightly for chain in chains if chain.nightly],
+        sensors=[sensor, *([build_bisect_sensor(traced, is_known)] if traced else [])],
+    )
 
-    files: tuple[StandingSearch, ...]
-    assets: list[dg.AssetsDefinition]
-    jobs: list[AssetJob]
-    sensors: list[dg.SensorDefinition]
 
-
-def _searches(
-    home: Warehouse,
-    identity: str,
-    recipes: tuple[RecipeFile, ...],
-    is_known: Callable[[], bool],
-) -> _Searches:
-    """Of every search file its assets, or one that says why it cannot be used."""
-    files = standing_searches(home, recipes)
+def _of_searches(
+    home: Warehouse, files: Sequence[StandingSearch], is_known: Callable[[], bool]
+) -> dg.Definitions:
+    """Of every search its assets, or one that says why it cannot be used; no sensor without any."""
+    identity = identity_of(home)
     usable = [file for file in files if file.problem is None]
     jobs = {file.name: build_search_jobs(file) for file in usable}
-    return _Searches(
-        files,
-        [
+    return dg.Definitions(
+        assets=[
             *(asset for file in usable for asset in build_search_assets(file, identity)),
             *(problem_asset(file, "prior") for file in files if file.problem is not None),
         ],
-        [job for steps in jobs.values() for job in steps.values()],
-        [build_search_sensor(jobs, identity, is_known)] if files else [],
+        jobs=[job for steps in jobs.values() for job in steps.values()],
+        sensors=[build_search_sensor(jobs, identity, is_known)] if files else [],
     )
 
 

@@ -32,18 +32,21 @@ MOST_SHARDS = 512
 class Setting(Generic[T]):
     """One setting: the environment variable that gives it, and what the values are.
 
-    `field` is its name in the resource `engine`, if a run's config may say it. `read` gives the
-    value of a text, and raises MergePipeError with the place it is given. Where `default` is None,
-    somebody else decides, as `otherwise` says.
+    `read` gives the value of a text, and raises MergePipeError with the place it is given. Where
+    `default` is None, somebody else decides, as `otherwise` says.
     """
 
     variable: str
-    field: str
     unit: str
     default: T
     meaning: str
     read: Callable[[str, str], T]
     otherwise: str = ""
+
+    @property
+    def field(self) -> str:
+        """Its name in the resource `engine`, if a run's config may say it."""
+        return self.variable.removeprefix("MERGEPIPE_").lower()
 
     @property
     def shown(self) -> str:
@@ -70,16 +73,21 @@ def _refuse(where: str, expected: str, text: str) -> MergePipeError:
     )
 
 
-def _count(text: str, where: str) -> int:
-    if not re.fullmatch("0*[1-9][0-9]{0,8}", text, re.ASCII):
-        raise _refuse(where, "a whole number from 1 up", text)
-    return int(text)
+def _matching(pattern: str, expected: str, kind: Callable[[str], T]) -> Callable[[str, str], T]:
+    """A reader of texts that match a pattern as a whole."""
+
+    def read(text: str, where: str) -> T:
+        if not re.fullmatch(pattern, text, re.ASCII):
+            raise _refuse(where, expected, text)
+        return kind(text)
+
+    return read
 
 
-def _number(text: str, where: str) -> float:
-    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", text, re.ASCII):
-        raise _refuse(where, "a number from 0 up", text)
-    return float(text)
+_count = _matching("0*[1-9][0-9]{0,8}", "a whole number from 1 up", int)
+_number = _matching(r"[0-9]{1,9}(\.[0-9]{1,9})?", "a number from 0 up", float)
+_switch = _matching("[01]", "0 or 1", "1".__eq__)
+_device = _matching("cpu|cuda(:[0-9]{1,3})?", "cpu, cuda or cuda:0, cuda:1 and so on", str)
 
 
 def _shards(text: str, where: str) -> int:
@@ -91,18 +99,6 @@ def _shards(text: str, where: str) -> int:
 def _executor(text: str, where: str) -> str:
     if text not in EXECUTORS:
         raise _refuse(where, "one of " + ", ".join(EXECUTORS), text)
-    return text
-
-
-def _switch(text: str, where: str) -> bool:
-    if text not in ("0", "1"):
-        raise _refuse(where, "0 or 1", text)
-    return text == "1"
-
-
-def _device(text: str, where: str) -> str:
-    if not re.fullmatch("cpu|cuda(:[0-9]{1,3})?", text, re.ASCII):
-        raise _refuse(where, "cpu, cuda or cuda:0, cuda:1 and so on", text)
     return text
 
 
@@ -130,7 +126,6 @@ def _url(text: str, where: str) -> str:
 THREADS = Setting[int | None](
     "MERGEPIPE_THREADS",
     "threads",
-    "threads",
     None,
     "For arithmetic and reading.",
     _count,
@@ -138,7 +133,6 @@ THREADS = Setting[int | None](
 )
 MEMORY = Setting[int | None](
     "MERGEPIPE_MEMORY_MIB",
-    "memory_mib",
     "MiB",
     None,
     "For a merge's plan and windows, beside some 100 MiB of program.",
@@ -147,7 +141,6 @@ MEMORY = Setting[int | None](
 )
 DEVICE = Setting[str | None](
     "MERGEPIPE_DEVICE",
-    "device",
     "name",
     None,
     "Where merges compute: cpu, cuda, or one of several as cuda:1.",
@@ -156,7 +149,6 @@ DEVICE = Setting[str | None](
 )
 BUDGET = Setting[str | None](
     "MERGEPIPE_BUDGET",
-    "budget",
     "amount",
     None,
     "Expert bytes that may be read, written as in recipes.",
@@ -165,7 +157,6 @@ BUDGET = Setting[str | None](
 )
 INBOX_QUIET = Setting[float](
     "MERGEPIPE_INBOX_QUIET_S",
-    "",
     "seconds",
     4.0,
     "A copy into the inbox is whole when its files have not changed for so long.",
@@ -173,7 +164,6 @@ INBOX_QUIET = Setting[float](
 )
 INBOX_RETRY = Setting[float](
     "MERGEPIPE_INBOX_RETRY_S",
-    "",
     "seconds",
     30.0,
     "The pause after a failed index run; each further one is four times as long, an hour at most.",
@@ -181,7 +171,6 @@ INBOX_RETRY = Setting[float](
 )
 PACK = Setting[bool](
     "MERGEPIPE_PACK",
-    "",
     "0 or 1",
     False,
     "1: every expert is packed against its bases when it is indexed.",
@@ -189,7 +178,6 @@ PACK = Setting[bool](
 )
 SHARDS = Setting[int](
     "MERGEPIPE_SHARDS",
-    "",
     "steps",
     1,
     "How many steps of their own share the layers of a merge, or the experts of a burst.",
@@ -197,7 +185,6 @@ SHARDS = Setting[int](
 )
 EXECUTOR = Setting[str](
     "MERGEPIPE_EXECUTOR",
-    "",
     "name",
     "in_process",
     "What runs the steps of a run: in_process, multiprocess, ray, celery or k8s.",
@@ -206,7 +193,6 @@ EXECUTOR = Setting[str](
 )
 RETRY = Setting[float](
     "MERGEPIPE_RETRY_S",
-    "",
     "seconds",
     30.0,
     "The pause after a failed merge; each further one is four times as long, an hour at most.",
@@ -214,7 +200,6 @@ RETRY = Setting[float](
 )
 SENSOR_INTERVAL = Setting[int | None](
     "MERGEPIPE_SENSOR_INTERVAL_S",
-    "",
     "seconds",
     None,
     "Between two ticks of each sensor.",
@@ -223,7 +208,6 @@ SENSOR_INTERVAL = Setting[int | None](
 )
 KEEP_RUNS = Setting[float](
     "MERGEPIPE_KEEP_RUNS_DAYS",
-    "",
     "days",
     30.0,
     "Older finished runs are deleted with their files, but not what an asset shows last.",
@@ -231,7 +215,6 @@ KEEP_RUNS = Setting[float](
 )
 KEEP_VERSIONS = Setting[int | None](
     "MERGEPIPE_KEEP_VERSIONS",
-    "",
     "versions",
     None,
     "How many versions of each ref keep their result; others are removed once a day, with their "
@@ -241,7 +224,6 @@ KEEP_VERSIONS = Setting[int | None](
 )
 OWNERS = Setting[tuple[str, ...]](
     "MERGEPIPE_OWNERS",
-    "",
     "emails, teams",
     (),
     "Who is asked about the assets, with commas between them.",
@@ -250,7 +232,6 @@ OWNERS = Setting[tuple[str, ...]](
 )
 STALLED = Setting[float](
     "MERGEPIPE_STALLED_S",
-    "",
     "seconds",
     3600.0,
     "A recipe that cannot be used, or waits for an input, is reported after so long.",
@@ -258,7 +239,6 @@ STALLED = Setting[float](
 )
 WEBHOOK = Setting[str | None](
     "MERGEPIPE_WEBHOOK",
-    "",
     "URL",
     None,
     "Gets a POST of JSON for each failed run and each recipe that stands still: text, recipe, "
@@ -269,18 +249,4 @@ WEBHOOK = Setting[str | None](
 
 #: How a merge runs, and what it may read: a run's config may say these, too.
 OF_A_RUN: tuple[Setting[Any], ...] = (THREADS, MEMORY, DEVICE, BUDGET)
-SETTINGS = (
-    *OF_A_RUN,
-    INBOX_QUIET,
-    INBOX_RETRY,
-    PACK,
-    SHARDS,
-    EXECUTOR,
-    RETRY,
-    SENSOR_INTERVAL,
-    KEEP_RUNS,
-    KEEP_VERSIONS,
-    OWNERS,
-    STALLED,
-    WEBHOOK,
-)
+SETTINGS: tuple[Setting[Any], ...] = tuple(x for x in globals().values() if type(x) is Setting)

@@ -88,33 +88,13 @@ _AROUND_NAMES = frozenset(c.__name__ for c in _AROUND) | {
 }
 #: What the system says where storage or the way to it fails, whatever class is made of that.
 _OUTAGES = frozenset(
-    {
-        errno.EIO,
-        errno.ENOSPC,
-        errno.EDQUOT,
-        errno.EROFS,
-        errno.EACCES,
-        errno.EPERM,
-        errno.ESTALE,
-        errno.ENOTCONN,
-        errno.ENODEV,
-        errno.ENXIO,
-        errno.EREMOTEIO,
-        errno.ETIMEDOUT,
-        errno.ENETDOWN,
-        errno.ENETUNREACH,
-        errno.EHOSTDOWN,
-        errno.EHOSTUNREACH,
-        errno.ECONNREFUSED,
-        errno.ECONNRESET,
-        errno.ECONNABORTED,
-        errno.ESHUTDOWN,
-        errno.EMFILE,
-        errno.ENFILE,
-        errno.ENOMEM,
-        errno.EAGAIN,
-        errno.ENOLCK,
-    }
+    getattr(errno, name)
+    for name in (
+        *("EIO", "ENOSPC", "EDQUOT", "EROFS", "EACCES", "EPERM", "ESTALE", "ENOTCONN", "ENODEV"),
+        *("ENXIO", "EREMOTEIO", "ETIMEDOUT", "ENETDOWN", "ENETUNREACH", "EHOSTDOWN"),
+        *("EHOSTUNREACH", "ECONNREFUSED", "ECONNRESET", "ECONNABORTED", "ESHUTDOWN"),
+        *("EMFILE", "ENFILE", "ENOMEM", "EAGAIN", "ENOLCK"),
+    )
 )
 #: A name that is not there is an outage, too, unless an error of the work says what it means.
 _GONE = errno.ENOENT

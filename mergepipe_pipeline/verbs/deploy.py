@@ -189,7 +189,7 @@ def plan_recipe(warehouse: Warehouse, file: RecipeFile, *, budget: str | None = 
     with lease_recipe(warehouse, file.name):
         inputs = recorded_inputs(warehouse, file.members)
         states = states_of(warehouse, inputs)
-        refuse_damaged(warehouse, {name: arrival(warehouse, name).packs for name in inputs})
+        refuse_damaged(warehouse, {name: arrival(warehouse, name).packed.packs for name in inputs})
         with blaming_inputs(warehouse, states):
             plan = make_plan(
                 warehouse,
