@@ -14,9 +14,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.deploy.faults import SILENT, Fault, fault_of_exception
@@ -36,17 +39,65 @@ MAX_FAILURES = MOST_ATTEMPTS
 _CHANGED = "changed meanwhile"
 
 
+class State(StrEnum):
+    """How far the work on a content is."""
+
+    #: Nobody has begun.
+    NEW = "new"
+    #: Somebody has begun, and not said how it ended: it goes on, or was killed.
+    BEGUN = "begun"
+    #: It ended for a reason that `Work.error` says.
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The index, or the packing, of one content.
+
+    `tries` were made of it, of which `failures` failed by the content's own fault; `error` says why
+    the last one failed.
+    """
+
+    tries: int = 0
+    failures: int = 0
+    state: State = State.NEW
+    error: str = ""
+
+    @property
+    def last_error(self) -> str:
+        """Why the last try gave nothing; "" if there is none that has ended."""
+        return SILENT if self.state is State.BEGUN else self.error
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether it failed so often that nobody asks for it again."""
+        return self.failures >= MAX_FAILURES
+
+    def begun(self) -> Work:
+        """The same while somebody works on it, and for ever if that is killed."""
+        return replace(self, state=State.BEGUN)
+
+    def failed(self, error: str, *, is_own: bool) -> Work:
+        """The same after a failure, by its own fault or that of the surroundings."""
+        return replace(self, failures=self.failures + is_own, state=State.FAILED, error=error)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """The content that was packed last: its token, its packs, and the bases they are against."""
+
+    token: str = ""
+    packs: tuple[str, ...] = ()
+    bases: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Arrival:
     """What is known of one expert that is watched; times in seconds since 1970.
 
-    `indexed` is the token of the content that was indexed last, `stamps` its files. `tries`,
-    `failures` and `error` are of the content `token`; `asked` counts the runs of all contents, so
-    that no two have one key. `landed` is the token of what `land` put there whole.
-
-    `packed` is the token of the content that was packed last, into `packs`, against the bases
-    `packed_against` (see `deploy.packing`). Since then packing was begun `pack_tries` times, and
-    failed `unpacked` times by its own fault, at last for the reason `pack_error`.
+    `indexed` is the token of the content that was indexed last, `stamps` its files. `index` and
+    `packing` are of the content `token`; `asked` counts the runs of all contents, so that no two
+    have one key. `landed` is the token of what `land` put there whole.
     """
 
     token: str = ""
@@ -54,48 +105,38 @@ class Arrival:
     stamps: tuple[Stamp, ...] = ()
     asked: int = 0
     asked_s: float = 0.0
-    tries: int = 0
-    failures: int = 0
-    error: str = ""
     landed: str = ""
-    packed: str = ""
-    packs: tuple[str, ...] = ()
-    packed_against: tuple[str, ...] = ()
-    unpacked: int = 0
-    pack_error: str = ""
-    pack_tries: int = 0
+    index: Work = Work()
+    packing: Work = Work()
+    packed: Packed = Packed()
 
     def of(self, token: str) -> Arrival:
-        """The same, with the counts of another content begun anew."""
-        if token == self.token:
-            return self
-        fresh = replace(self, token=token, tries=0, failures=0, error="")
-        return replace(fresh, unpacked=0, pack_tries=0, pack_error="")
-
-    @property
-    def is_quarantined(self) -> bool:
-        """Whether its content failed so often that nobody asks for it again."""
-        return self.failures >= MAX_FAILURES
+        """The same, with the work on another content begun anew."""
+        is_same = token == self.token
+        return self if is_same else replace(self, token=token, index=Work(), packing=Work())
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a run was asked for its content and has not told how it ended.
+        """Whether a run was asked for its index and has not told how it ended.
 
         Nobody waits for one of which the third was killed.
         """
-        is_asked = 0 < self.tries <= MAX_FAILURES and not self.is_quarantined
-        return is_asked and self.error in ("", SILENT)
+        is_asked = 0 < self.index.tries <= MAX_FAILURES and not self.index.is_given_up
+        return is_asked and self.index.state is not State.FAILED
 
     @property
     def was_killed(self) -> bool:
         """Whether the last index or packing of its content was killed while it worked on it."""
-        return SILENT in (self.error, self.pack_error)
+        return State.BEGUN in (self.index.state, self.packing.state)
 
     def left_s(self, retry_s: float) -> float:
         """Seconds until a run may be asked for again; `retry_s` is the first wait."""
-        if not self.tries:
-            return 0.0
-        return left_s(pause_s(retry_s, self.tries), time.time() - self.asked_s)
+        tries = max(self.index.tries, self.packing.tries)
+        return left_s(pause_s(retry_s, tries), time.time() - self.asked_s) if tries else 0.0
+
+
+#: What a record holds, checked where it is read.
+_RECORD = TypeAdapter(Arrival)
 
 
 def arrival(warehouse: Warehouse, name: str) -> Arrival:
@@ -112,12 +153,8 @@ def arrival(warehouse: Warehouse, name: str) -> Arrival:
 def _read(path: Path, inode: int, mtime_ns: int) -> Arrival:
     """The record in a file; inode and time tell it from those before, each a file of its own."""
     try:
-        value = unseal(path.read_bytes(), str(path))
-        stamps = tuple(Stamp(*stamp) for stamp in value.pop("stamps"))
-        # A version before packs has none.
-        packs, bases = (tuple(value.pop(key, ())) for key in ("packs", "packed_against"))
-        return Arrival(**value, stamps=stamps, packs=packs, packed_against=bases)
-    except (OSError, CorruptionError, KeyError, TypeError):
+        return _RECORD.validate_python(unseal(path.read_bytes(), str(path)))
+    except (OSError, CorruptionError, ValidationError):
         return Arrival()
 
 
@@ -148,7 +185,8 @@ def ask(warehouse: Warehouse, name: str, token: str) -> str:
 
     def once_more(now: Arrival) -> Arrival:
         known = now.of(token)
-        return replace(known, asked=known.asked + 1, asked_s=time.time(), tries=known.tries + 1)
+        index = replace(known.index, tries=known.index.tries + 1)
+        return replace(known, asked=known.asked + 1, asked_s=time.time(), index=index)
 
     return f"{name}:{token}:{_update(warehouse, name, once_more).asked}"
 
@@ -163,16 +201,15 @@ def packing(warehouse: Warehouse, name: str) -> Iterator[None]:
     """Count a packing of the indexed content before it begins, and how it fails."""
 
     def begin(now: Arrival) -> Arrival:
-        n = now.pack_tries + 1
-        return replace(now, tries=n, pack_tries=n, pack_error=SILENT)
+        return replace(now, packing=replace(now.packing.begun(), tries=now.packing.tries + 1))
 
-    unpacked = _update(warehouse, name, begin).unpacked
+    begun = _update(warehouse, name, begin).packing
     try:
         yield
     except (MergePipeError, OSError) as error:
-        failed = unpacked + (fault_of_exception(error) is not Fault.SURROUNDINGS)
-        said = str(error)
-        _update(warehouse, name, lambda now: replace(now, unpacked=failed, pack_error=said))
+        is_own = fault_of_exception(error) is not Fault.SURROUNDINGS
+        failed = begun.failed(str(error), is_own=is_own)
+        _update(warehouse, name, lambda now: replace(now, packing=failed))
         raise
 
 
@@ -182,8 +219,8 @@ def mark_packed(
     """Remember into which packs the indexed content went, against which bases."""
 
     def change(now: Arrival) -> Arrival:
-        done = replace(now, packed=now.indexed, packs=tuple(packs), packed_against=tuple(bases))
-        return replace(done, tries=0, unpacked=0, pack_tries=0, pack_error="")
+        done = Packed(now.indexed, tuple(packs), tuple(bases))
+        return replace(now, packed=done, index=Work(), packing=Work())
 
     _update(warehouse, name, change)
 
@@ -206,26 +243,31 @@ def attempted(warehouse: Warehouse, name: str) -> Iterator[None]:
         return
     stamps, _ = stamps_of(place)
     token = token_at(warehouse, place, stamps)
-    failures = arrival(warehouse, name).of(token).failures
+    begun = arrival(warehouse, name).of(token).index.begun()
 
-    def say(**what: Any) -> None:
-        _update(warehouse, name, lambda now: replace(now.of(token), **what))
+    def say(index: Work, **more: Any) -> None:
+        def change(now: Arrival) -> Arrival:
+            # Runs may be asked for meanwhile.
+            known = now.of(token)
+            tries = known.index.tries if index.state is not State.NEW else 0
+            return replace(known, index=replace(index, tries=tries), **more)
 
-    say(error=SILENT)
+        _update(warehouse, name, change)
+
+    say(begun)
     try:
         yield
     except Exception as error:
         is_said = isinstance(error, MergePipeError)
         said = str(error) if is_said else f"{type(error).__name__}: {error}"
         is_own = fault_of_exception(error) is not Fault.SURROUNDINGS and _holds(place, stamps)
-        say(failures=failures + is_own, error=said)
+        say(begun.failed(said, is_own=is_own))
         raise
     except BaseException:  # somebody cancelled the run
-        say(failures=failures, error="its run was cancelled")
+        say(begun.failed("its run was cancelled", is_own=False))
         raise
     # What changed meanwhile may be recorded half new, whatever comes after.
-    indexed = token if _holds(place, stamps) else _CHANGED
-    say(indexed=indexed, stamps=stamps, tries=0, failures=0, error="")
+    say(Work(), indexed=token if _holds(place, stamps) else _CHANGED, stamps=stamps)
 
 
 def _holds(place: Path, stamps: Sequence[Stamp]) -> bool:

@@ -191,7 +191,7 @@ def _is_coming(warehouse: Warehouse, folder: Path) -> bool:
     try:
         stamps, _ = stamps_of(folder)
         known = arrival(warehouse, folder.name).of(token_at(warehouse, folder, stamps))
-        if known.tries:
+        if known.index.tries:
             return known.is_under_way
         return is_complete(str(folder)) is None and _doubt(folder, stamps, known) is None
     except OSError:
@@ -257,23 +257,25 @@ def _kept_out(warehouse: Warehouse, name: str) -> str | None:
 
 def _failed(known: Arrival) -> str | None:
     """How the last index of a content failed by its own fault; None if it did not."""
-    if known.is_quarantined:
+    error = known.index.last_error
+    if known.index.is_given_up:
         return (
-            f"quarantined after {MAX_FAILURES} failures; other content is tried anew, and so is "
-            f"this when expert_index is materialized by hand. The last failure: {known.error}"
+            f"given up after {MAX_FAILURES} failures; other content is tried anew, and so is "
+            f"this when expert_index is materialized by hand. The last failure: {error}"
         )
-    return f"its index failed: {known.error}" if known.failures and known.error else None
+    return f"its index failed: {error}" if known.index.failures and error else None
 
 
 def _asked_already(known: Arrival, patience: Patience) -> str | None:
     """Why no run is asked for that was asked for before."""
-    if known.is_quarantined:
+    if known.index.is_given_up:
         return _failed(known)
     left_s = known.left_s(patience.retry_s)
     if left_s <= 0:
         return None
-    failed = f"; the last failure: {known.error}" if known.error else ""
-    return f"run {known.tries} for it did not end well; the next in {left_s:.0f} s{failed}"
+    error = known.index.last_error
+    failed = f"; the last failure: {error}" if error else ""
+    return f"run {known.index.tries} for it did not end well; the next in {left_s:.0f} s{failed}"
 
 
 def _unfinished(

@@ -29,7 +29,7 @@ def reason_to_wait_for_packs(warehouse: Warehouse, file: RecipeFile) -> str | No
     names = [
         n
         for n, seen in known.items()
-        if seen.indexed and seen.pack_tries < MAX_FAILURES and wanted.is_awaited(n, seen)
+        if seen.indexed and seen.packing.tries < MAX_FAILURES and wanted.is_awaited(n, seen)
     ]
     return f"it waits for the packs of {', '.join(names)}" if names else None
 
@@ -58,22 +58,22 @@ class PacksWanted:
     def waiting(self, name: str, known: Arrival, retry_s: float) -> str | None:
         """Why an expert is not packed now that lacks a pack and is tried again; None for others."""
         left_s = known.left_s(retry_s)
-        if left_s <= 0 or not known.pack_tries or not self.is_awaited(name, known):
+        if left_s <= 0 or not known.packing.tries or not self.is_awaited(name, known):
             return None
         return (
-            f"packing {known.pack_tries} for it did not end well; the next in {left_s:.0f} s; "
-            f"the last failure: {known.pack_error}"
+            f"packing {known.packing.tries} for it did not end well; the next in {left_s:.0f} s; "
+            f"the last failure: {known.packing.last_error}"
         )
 
     def is_awaited(self, name: str, known: Arrival) -> bool:
         """Whether an expert that is indexed lacks a pack that is to be made, now or later."""
         bases = set(self.bases_of(name).values())
         is_packed = not bases or (
-            known.packed == known.indexed
-            and bases <= set(known.packed_against)
-            and all(self._warehouse.packs.path(pack_id).is_dir() for pack_id in known.packs)
+            known.packed.token == known.indexed
+            and bases <= set(known.packed.bases)
+            and all(self._warehouse.packs.path(pack_id).is_dir() for pack_id in known.packed.packs)
         )
-        return not is_packed and known.unpacked < MAX_FAILURES
+        return not is_packed and not known.packing.is_given_up
 
     @cached_property
     def _read(self) -> dict[str, set[str]]:

@@ -91,7 +91,7 @@ def another_team_has_what_it_had_and_our_old_run_is_gone(
         assert instance.get_run_by_id(old) is None
 
 
-def test_many_that_land_at_once_obey_their_pool_and_one_that_fails_is_quarantined(
+def test_many_that_land_at_once_obey_their_pool_and_one_that_fails_is_given_up(
     home: Warehouse, family: Path, drop: Drop
 ) -> None:
     names = [f"expert_{i:02d}" for i in range(8)]
@@ -130,7 +130,7 @@ def what_fails_is_tried_three_times_with_growing_pauses_and_then_quarantined(
 ) -> None:
     daemon.wait_for(
         "a tick that says so",
-        lambda: "refused: quarantined after 3 failures" in daemon.skips("inbox_sensor")[0],
+        lambda: "refused: given up after 3 failures" in daemon.skips("inbox_sensor")[0],
         seconds=300,
     )
     with daemon.instance as instance:

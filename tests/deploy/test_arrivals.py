@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from mergepipe_pipeline.deploy.arrivals import MAX_FAILURES, Arrival, arrival, ask
+from mergepipe_pipeline.deploy.arrivals import MAX_FAILURES, Arrival, Work, arrival, ask
 from mergepipe_pipeline.deploy.inbox import InboxEntry, Patience, scan_inbox
 from mergepipe_pipeline.errors import (
     CheckpointChangedError,
@@ -78,7 +78,7 @@ def test_nothing_is_asked_for_while_a_run_is_under_way(home: Warehouse) -> None:
     assert not landed.is_ready
 
 
-def test_what_fails_three_times_is_quarantined_with_its_reason_until_its_content_changes(
+def test_what_fails_three_times_is_given_up_with_its_reason_until_its_content_changes(
     home: Warehouse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_full(home.inbox / "a")
@@ -91,8 +91,8 @@ def test_what_fails_three_times_is_quarantined_with_its_reason_until_its_content
         assert only(home).is_ready
         with pytest.raises(MergePipeError):
             index_arrival(home, "a")
-    assert arrival(home, "a").is_quarantined
-    assert "quarantined" in (only(home).waiting or "")
+    assert arrival(home, "a").index.is_given_up
+    assert "given up" in (only(home).waiting or "")
     assert "Its weights are odd" in (only(home).waiting or "")
     os.utime(folder / "model.safetensors", ns=(1, 1))
     assert only(home).is_ready
@@ -183,8 +183,16 @@ def test_a_folder_that_goes_with_its_mount_while_it_is_indexed_is_not_at_fault(
     assert only(home).is_indexed
 
 
+def asked(tries: int, in_s: float) -> Arrival:
+    """What is known of an expert for which a run was asked at a time from now."""
+    return Arrival(index=Work(tries=tries), asked_s=time.time() + in_s)
+
+
 def test_pauses_before_a_run_grow_to_an_hour_however_many_failed() -> None:
-    waits = [Arrival(tries=n, asked_s=time.time()).left_s(30.0) for n in (1, 2, 3, 4, 5, 9999)]
+    waits = [
+        Arrival(index=Work(tries=n), asked_s=time.time()).left_s(30.0)
+        for n in (1, 2, 3, 4, 5, 9999)
+    ]
     assert [round(wait) for wait in waits] == [30, 120, 480, 1920, 3600, 3600]
 
 
@@ -192,8 +200,8 @@ def test_an_expert_that_was_asked_for_by_a_clock_that_was_set_back_since_is_aske
     None
 ):
     day_s = 86400.0
-    assert Arrival(tries=1, asked_s=time.time() + day_s).left_s(30.0) == 0
-    assert Arrival(tries=1, asked_s=time.time() + 1.0).left_s(30.0) == pytest.approx(31.0, abs=5)
+    assert asked(1, day_s).left_s(30.0) == 0
+    assert asked(1, 1.0).left_s(30.0) == pytest.approx(31.0, abs=5)
 
 
 def test_a_folder_that_was_written_after_now_says_so_and_how_to_have_it_taken(
