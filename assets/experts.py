@@ -8,8 +8,7 @@ from typing import Any
 import dagster as dg
 
 from mergepipe_pipeline.assets.labels import owners
-from mergepipe_pipeline.assets.links import dependents_link
-from mergepipe_pipeline.assets.metadata import description, gib
+from mergepipe_pipeline.assets.metadata import dependents_link, description, gib
 from mergepipe_pipeline.deploy.arrivals import arrival
 from mergepipe_pipeline.deploy.instance import identity_of, own_name
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile

@@ -1,13 +1,16 @@
 """What assets of recipes and searches share: how they are made, and what they carry for people."""
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
 from typing import Any, TypedDict
 
 import dagster as dg
 
-from mergepipe_pipeline.assets.failures import as_failure
 from mergepipe_pipeline.assets.metadata import description
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
+from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.settings import OWNERS
 from mergepipe_pipeline.text import visible
 from mergepipe_pipeline.verbs.standing_searches import StandingSearch
@@ -81,3 +84,35 @@ def problem_asset(
         kinds={"problem"},
     )
     return dg.AssetsDefinition(specs=[spec])
+
+
+def as_failure(work: Callable[..., Any]) -> Callable[..., Any]:
+    """Work whose errors become failures that lead with the error's own text.
+
+    The run does not try them again: sensors do, with back-off, unless they would fail again.
+    """
+    if inspect.isgeneratorfunction(work):
+
+        @wraps(work)
+        def several(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            with _failing():
+                yield from work(*args, **kwargs)
+
+        return several
+
+    @wraps(work)
+    def once(*args: Any, **kwargs: Any) -> Any:
+        with _failing():
+            return work(*args, **kwargs)
+
+    return once
+
+
+@contextmanager
+def _failing() -> Iterator[None]:
+    try:
+        yield
+    except MergePipeError as error:
+        raise dg.Failure(str(error), allow_retries=False) from error
+    except Exception as error:
+        raise dg.Failure(f"{type(error).__name__}: {error}", allow_retries=False) from error

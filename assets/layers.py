@@ -22,8 +22,7 @@ from typing import Any
 import dagster as dg
 from pydantic import Field
 
-from mergepipe_pipeline.assets.failures import as_failure
-from mergepipe_pipeline.assets.labels import asset_of, labels
+from mergepipe_pipeline.assets.labels import as_failure, asset_of, labels
 from mergepipe_pipeline.assets.metadata import (
     layer_metadata,
     merge_metadata,

@@ -10,11 +10,12 @@ import re
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import dagster as dg
 
-from mergepipe_pipeline.assets.links import Link
 from mergepipe_pipeline.deploy.layer_records import LayerRecord
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.domain.evaluation import Metrics, Verdict, figure
@@ -407,3 +408,28 @@ def png(picture: bytes, description: str) -> dg.MarkdownMetadataValue:
     """A picture that the UI shows after a click: Markdown with the bytes in it."""
     encoded = b64encode(picture).decode()
     return dg.MetadataValue.md(f"![{description}](data:image/png;base64,{encoded})")
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A text that leads to a page."""
+
+    text: str
+    href: str
+
+    @property
+    def markdown(self) -> str:
+        """The link as Markdown; its text is shown letter by letter."""
+        return f"[{markdown(self.text)}]({self.href})"
+
+
+def expert_link(name: str) -> Link:
+    """To the partition of a checkpoint."""
+    return Link(name, f"/assets/expert_index?view=partitions&partition={quote(name, safe='')}")
+
+
+def dependents_link(expert: str) -> dg.MarkdownMetadataValue:
+    """To all assets of recipes that use an expert, as they are when somebody follows the link."""
+    chosen = quote(f'tag:"expert/{expert[:63]}"', safe="")
+    link = Link(f"all assets that use {expert}", f"/assets?asset-selection={chosen}")
+    return dg.MetadataValue.md(link.markdown)

@@ -11,22 +11,23 @@ from collections.abc import Iterator
 
 import dagster as dg
 
-from mergepipe_pipeline.assets.evaluation import build_evaluation
 from mergepipe_pipeline.assets.experts import experts_used
-from mergepipe_pipeline.assets.failures import as_failure
 from mergepipe_pipeline.assets.freshness import build_on_schedule, on_schedule_key
-from mergepipe_pipeline.assets.labels import asset_of, problem_asset
+from mergepipe_pipeline.assets.labels import as_failure, asset_of, problem_asset
 from mergepipe_pipeline.assets.layers import build_merge
-from mergepipe_pipeline.assets.links import Link, expert_link
 from mergepipe_pipeline.assets.metadata import (
+    Link,
     brought_metadata,
     budget_metadata,
     conflict_metadata,
     description,
     error_metadata,
+    expert_link,
+    gate_metadata,
     gib,
     markdown_table,
     merge_metadata,
+    metrics_metadata,
     operators_table,
     plain_name,
     plan_metadata,
@@ -46,6 +47,8 @@ from mergepipe_pipeline.verbs.curve import curve_of_plan
 from mergepipe_pipeline.verbs.deploy import (
     conflicts_of_recipe,
     current_plan,
+    evaluate_recipe,
+    judge_recipe,
     plan_recipe,
     release_recipe,
     seconds_to_merge,
@@ -246,6 +249,65 @@ def _audited(mergepipe: MergePipe, file: RecipeFile) -> Iterator[dg.AssetCheckRe
         description=description(audited.summary),
         metadata={"tensors": in_one_line(", ".join(audited.non_finite)) or "none"},
     )
+
+
+def build_evaluation(file: RecipeFile) -> list[dg.AssetsDefinition | dg.AssetChecksDefinition]:
+    """The asset `evaluation` of a recipe and its check `gate`, where the recipe asks for them."""
+    if file.recipe.evaluator is None:
+        return []
+    return [_evaluation(file), *([_gate(file)] if file.recipe.gate is not None else [])]
+
+
+def _evaluation(file: RecipeFile) -> dg.AssetsDefinition:
+    @asset_of(file, "python", after=["snapshot"])
+    def evaluation(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
+        """Measures the snapshot as the recipe's `evaluate:` says; each metric has a plot.
+
+        A snapshot is measured once; what was measured is kept with the evaluator's log.
+        """
+        measured, log = evaluate_recipe(mergepipe.warehouse, file)
+        return dg.MaterializeResult(
+            data_version=dg.DataVersion(f"{measured.snapshot_id}-{measured.evaluator_id}"),
+            metadata={
+                "snapshot id": measured.snapshot_id,
+                "evaluator": measured.evaluator,
+                "log": dg.MetadataValue.path(str(log)),
+                "measured": measured.created,
+                "seconds to evaluate": measured.seconds,
+                **metrics_metadata(measured.metrics),
+            },
+        )
+
+    return evaluation
+
+
+def _gate(file: RecipeFile) -> dg.AssetChecksDefinition:
+    @dg.asset_check(asset=dg.AssetKey([file.name, "evaluation"]), blocking=True, name="gate")
+    @as_failure
+    def gate(mergepipe: MergePipe) -> dg.AssetCheckResult:
+        """The metrics are what the recipe's `gate:` asks for; else the ref stays as it is."""
+        verdict = judge_recipe(mergepipe.warehouse, file).verdict
+        assert verdict is not None
+        sentences = [verdict.summary, verdict.since, "" if verdict.passed else _next(file)]
+        return dg.AssetCheckResult(
+            passed=verdict.passed,
+            description=description("; ".join(filter(None, sentences))),
+            metadata={
+                **gate_metadata(verdict),
+                "snapshot id": verdict.snapshot_id,
+                "live snapshot id": verdict.live_snapshot_id or "none",
+            },
+        )
+
+    return gate
+
+
+def _next(file: RecipeFile) -> str:
+    """What a person does, or need not do, about a refusal."""
+    gate = file.recipe.gate
+    if gate is not None and gate.on_failure == "bisect":
+        return "next: bisect_sensor finds the suspect and keeps it out until it changes"
+    return f"next: mend what changed, or find the suspect: `mergepipe bisect {file.name}`"
 
 
 def _release(file: RecipeFile) -> dg.AssetsDefinition:

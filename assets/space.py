@@ -5,8 +5,7 @@ from typing import Any
 
 import dagster as dg
 
-from mergepipe_pipeline.assets.failures import as_failure
-from mergepipe_pipeline.assets.labels import owners
+from mergepipe_pipeline.assets.labels import as_failure, owners
 from mergepipe_pipeline.assets.metadata import description, gib, markdown_table
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.settings import KEEP_VERSIONS

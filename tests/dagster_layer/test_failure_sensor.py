@@ -16,10 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.definitions import build_definitions
-from mergepipe_pipeline.deploy import notify
 from mergepipe_pipeline.deploy.faults import Fault
-from mergepipe_pipeline.deploy.notify import post, run_failure
-from mergepipe_pipeline.sensors.failures import failure_of
+from mergepipe_pipeline.sensors import failures
+from mergepipe_pipeline.sensors.failures import failure_of, post, run_failure
 from mergepipe_pipeline.text import in_one_line, markdown, plain_of_markdown
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.test_release import TENSOR, with_nan
@@ -115,7 +114,7 @@ def test_a_webhook_that_fails_harms_nothing_and_its_address_is_not_told() -> Non
 def test_a_webhook_that_answers_bit_by_bit_is_given_up_after_its_time_in_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(notify, "_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(failures, "_TIMEOUT_S", 0.5)
     is_enough = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as server:
         thread = threading.Thread(target=_drip, args=(server, is_enough), daemon=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dagster import DagsterRunStatus as Status
 
-from mergepipe_pipeline.assets.links import expert_link
+from mergepipe_pipeline.assets.metadata import expert_link
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.daemon import Daemon, running_daemon
 from tests.support.family import Size, tensors_of, write_model
