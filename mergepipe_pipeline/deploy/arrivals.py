@@ -174,10 +174,32 @@ def place_of(warehouse: Warehouse, catalog: Catalog, name: str) -> Path | None:
     return place if os.path.exists(place) else None
 
 
-def token_at(warehouse: Warehouse, place: Path, stamps: Sequence[Stamp]) -> str:
-    """The token of the files with these stamps at a place."""
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What lies under a name at this moment: its files, when one changed last, and what is known.
+
+    `token` changes with any of its files, and outside of the inbox with their place; `known` is the
+    record, whose work is that on this content.
+    """
+
+    place: Path
+    stamps: tuple[Stamp, ...]
+    changed_ns: int
+    token: str
+    known: Arrival
+
+    @property
+    def is_indexed(self) -> bool:
+        """Whether it was indexed as it is."""
+        return self.known.indexed == self.token
+
+
+def found_at(warehouse: Warehouse, name: str, place: Path) -> Found:
+    """What lies at a place under a name. Raises OSError."""
+    stamps, changed_ns = stamps_of(place)
     is_landed = place.parent == warehouse.inbox
-    return token_of(stamps, None if is_landed else warehouse.roots.recorded(str(place)))
+    token = token_of(stamps, None if is_landed else warehouse.roots.recorded(str(place)))
+    return Found(place, stamps, changed_ns, token, arrival(warehouse, name).of(token))
 
 
 def ask(warehouse: Warehouse, name: str, token: str) -> str:
@@ -241,14 +263,13 @@ def attempted(warehouse: Warehouse, name: str) -> Iterator[None]:
     if place is None:  # an address, or nothing
         yield
         return
-    stamps, _ = stamps_of(place)
-    token = token_at(warehouse, place, stamps)
-    begun = arrival(warehouse, name).of(token).index.begun()
+    found = found_at(warehouse, name, place)
+    begun = found.known.index.begun()
 
     def say(index: Work, **more: Any) -> None:
         def change(now: Arrival) -> Arrival:
             # Runs may be asked for meanwhile.
-            known = now.of(token)
+            known = now.of(found.token)
             tries = known.index.tries if index.state is not State.NEW else 0
             return replace(known, index=replace(index, tries=tries), **more)
 
@@ -260,20 +281,20 @@ def attempted(warehouse: Warehouse, name: str) -> Iterator[None]:
     except Exception as error:
         is_said = isinstance(error, MergePipeError)
         said = str(error) if is_said else f"{type(error).__name__}: {error}"
-        is_own = fault_of_exception(error) is not Fault.SURROUNDINGS and _holds(place, stamps)
+        is_own = fault_of_exception(error) is not Fault.SURROUNDINGS and _holds(found)
         say(begun.failed(said, is_own=is_own))
         raise
     except BaseException:  # somebody cancelled the run
         say(begun.failed("its run was cancelled", is_own=False))
         raise
     # What changed meanwhile may be recorded half new, whatever comes after.
-    say(Work(), indexed=token if _holds(place, stamps) else _CHANGED, stamps=stamps)
+    say(Work(), indexed=found.token if _holds(found) else _CHANGED, stamps=found.stamps)
 
 
-def _holds(place: Path, stamps: Sequence[Stamp]) -> bool:
-    """Whether the files at a place are those of these stamps; not where it cannot be read."""
+def _holds(found: Found) -> bool:
+    """Whether the files are still those that were found; not where they cannot be read."""
     try:
-        return place.exists() and stamps_of(place)[0] == stamps
+        return found.place.exists() and stamps_of(found.place)[0] == found.stamps
     except OSError:
         return False
 

@@ -20,10 +20,17 @@ from pathlib import Path
 
 from mergepipe_pipeline.checkpoints.open_checkpoint import is_complete
 from mergepipe_pipeline.contents.quarantine import quarantine_of, quarantined_names
-from mergepipe_pipeline.deploy.arrivals import MAX_FAILURES, Arrival, arrival, place_of, token_at
+from mergepipe_pipeline.deploy.arrivals import (
+    MAX_FAILURES,
+    Arrival,
+    Found,
+    arrival,
+    found_at,
+    place_of,
+)
 from mergepipe_pipeline.deploy.packing import PacksWanted
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, names_read
-from mergepipe_pipeline.deploy.stamps import Stamp, half_replaced, stamps_of, token_of, weights
+from mergepipe_pipeline.deploy.stamps import Stamp, half_replaced, token_of, weights
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.recipe.selectors import would_take
@@ -151,13 +158,11 @@ def reason_not_indexed(warehouse: Warehouse, name: str) -> str | None:
     if place is None:
         return None
     try:
-        stamps, changed_ns = stamps_of(place)
-        known = arrival(warehouse, name)
-        fault = _failed(known.of(token_at(warehouse, place, stamps)))
-        fault = fault or _unwhole(place, stamps) or _doubt(place, stamps, known)
+        found = found_at(warehouse, name, place)
+        fault = _failed(found.known) or _unwhole(place, found.stamps) or _doubt(found)
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
-    since = time.strftime("%F %R", time.localtime(changed_ns / 1e9))
+    since = time.strftime("%F %R", time.localtime(found.changed_ns / 1e9))
     return fault and f"{name} cannot be used as it is since {since}: {fault}"
 
 
@@ -166,8 +171,7 @@ def arrivals_at_fault(warehouse: Warehouse) -> dict[str, str]:
     found: dict[str, str] = {}
     for folder in _folders(warehouse.inbox) if warehouse.inbox.is_dir() else ():
         with suppress(OSError):
-            token = token_at(warehouse, folder, stamps_of(folder)[0])
-            if arrival(warehouse, folder.name).indexed == token:
+            if found_at(warehouse, folder.name, folder).is_indexed:
                 continue
         if fault := reason_not_indexed(warehouse, folder.name):
             found[folder.name] = fault
@@ -189,11 +193,10 @@ def problem_now(warehouse: Warehouse, file: RecipeFile) -> str | None:
 def _is_coming(warehouse: Warehouse, folder: Path) -> bool:
     """Whether the next runs of the index take a folder."""
     try:
-        stamps, _ = stamps_of(folder)
-        known = arrival(warehouse, folder.name).of(token_at(warehouse, folder, stamps))
-        if known.index.tries:
-            return known.is_under_way
-        return is_complete(str(folder)) is None and _doubt(folder, stamps, known) is None
+        found = found_at(warehouse, folder.name, folder)
+        if found.known.index.tries:
+            return found.known.is_under_way
+        return is_complete(str(folder)) is None and _doubt(found) is None
     except OSError:
         return False
 
@@ -228,23 +231,22 @@ def _landed(
         return InboxEntry(name, digest_json(name)[:16], why)
     fault = None
     try:
-        stamps, changed_ns = stamps_of(folder)
-        token = token_at(warehouse, folder, stamps)
-        known = arrival(warehouse, name)
+        found = found_at(warehouse, name, folder)
+        token, known = found.token, found.known
         # What the catalog has lost is found again as it was found first.
-        if known.indexed == token and warehouse.catalog.has_content(name, digested):
+        if found.is_indexed and warehouse.catalog.has_content(name, digested):
             return InboxEntry(name, token, None, is_indexed=True)
         if name in under_way:
             return InboxEntry(name, token, "a run indexes it")
-        waiting, fault = _asked_already(known.of(token), patience), _failed(known.of(token))
+        waiting, fault = _asked_already(known, patience), _failed(known)
         if waiting is None and full:
             waiting = "others land before it; its turn comes"
         if waiting is None:
-            waiting, fault = _unfinished(folder, stamps, changed_ns, known, patience)
+            waiting, fault = _unfinished(found, patience)
     except OSError as error:
         why = f"it cannot be read: {error.strerror}"
         return InboxEntry(name, digest_json(str(error))[:16], why, fault=why)
-    return InboxEntry(name, token, waiting, was_killed=known.of(token).was_killed, fault=fault)
+    return InboxEntry(name, token, waiting, was_killed=known.was_killed, fault=fault)
 
 
 def _kept_out(warehouse: Warehouse, name: str) -> str | None:
@@ -278,14 +280,12 @@ def _asked_already(known: Arrival, patience: Patience) -> str | None:
     return f"run {known.index.tries} for it did not end well; the next in {left_s:.0f} s{failed}"
 
 
-def _unfinished(
-    folder: Path, stamps: tuple[Stamp, ...], changed_ns: int, known: Arrival, patience: Patience
-) -> tuple[str | None, str | None]:
+def _unfinished(found: Found, patience: Patience) -> tuple[str | None, str | None]:
     """Why a folder is not taken as it lies there, and what is wrong with it, if that is why."""
-    if known.landed == token_of(stamps):  # `land` put it there whole
-        fault = is_complete(str(folder))
+    if found.known.landed == token_of(found.stamps):  # `land` put it there whole
+        fault = is_complete(str(found.place))
         return fault, fault
-    age_s = (time.time_ns() - changed_ns) / 1e9
+    age_s = (time.time_ns() - found.changed_ns) / 1e9
     if age_s < 0:
         return (
             f"its files changed {-age_s:.0f} s after now, as the clock of this machine says, which "
@@ -296,8 +296,8 @@ def _unfinished(
             f"its files changed {age_s:.0f} s ago; it is taken after {patience.quiet_s:.0f} s of "
             "quiet"
         ), None
-    fault = is_complete(str(folder))
-    if fault is None and age_s < patience.doubt_s and (doubt := _doubt(folder, stamps, known)):
+    fault = is_complete(str(found.place))
+    if fault is None and age_s < patience.doubt_s and (doubt := _doubt(found)):
         return (
             f"{doubt}; if that is meant, it is taken in {patience.doubt_s - age_s:.0f} s. "
             "`mergepipe land` lands a folder at once"
@@ -311,11 +311,12 @@ def _unwhole(folder: Path, stamps: tuple[Stamp, ...]) -> str | None:
     return is_complete(str(folder))
 
 
-def _doubt(folder: Path, stamps: tuple[Stamp, ...], known: Arrival) -> str | None:
+def _doubt(found: Found) -> str | None:
     """What looks half done in a folder that is whole by its headers."""
-    if known.indexed and (half := half_replaced(known.stamps, stamps)):
+    known, folder = found.known, found.place
+    if known.indexed and (half := half_replaced(known.stamps, found.stamps)):
         return half
-    for name in weights(stamps):
+    for name in weights(found.stamps):
         if doubt := unwritten(folder if folder.is_file() else folder / name):
             return f"{name} {doubt}"
     return None

@@ -14,7 +14,7 @@ from pathlib import Path
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.contents.away import away_from, open_root
 from mergepipe_pipeline.contents.quarantine import quarantine_of
-from mergepipe_pipeline.deploy.arrivals import arrival, mark_changed, place_of, token_at
+from mergepipe_pipeline.deploy.arrivals import arrival, found_at, mark_changed, place_of
 from mergepipe_pipeline.deploy.inbox import reason_not_indexed
 from mergepipe_pipeline.deploy.stamps import stamps_of
 from mergepipe_pipeline.digest import digest_json
@@ -88,7 +88,7 @@ def _is_as_recorded(warehouse: Warehouse, catalog: Catalog, recorded: Checkpoint
 def _token(warehouse: Warehouse, catalog: Catalog, name: str) -> str:
     """Changes with every file beside an expert's weights, too; "" for one at an address."""
     place = place_of(warehouse, catalog, name)
-    return token_at(warehouse, place, stamps_of(place)[0]) if place else ""
+    return found_at(warehouse, name, place).token if place else ""
 
 
 def last_written_s(warehouse: Warehouse, names: Collection[str]) -> float:
