@@ -55,6 +55,7 @@ LONG = (
     "dagster_layer/test_outages.py",
     "dagster_layer/test_postgres.py",
     "dagster_layer/test_recovery.py",
+    "dagster_layer/test_ray.py",
     "dagster_layer/test_reload.py",
     "dagster_layer/test_searches.py",
     "dagster_layer/test_turns.py",
