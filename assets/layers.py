@@ -153,7 +153,7 @@ def _shard(file: RecipeFile, shards: int) -> dg.OpDefinition:
         started = time.monotonic()
         plan, chosen = _asked(file, mergepipe, engine, config)
         count = config.shards or shards
-        part = shard_of(mergepipe.warehouse, plan, config.number, count, list(chosen))
+        part = shard_of(plan, config.number, count, list(chosen))
         done = []
         for one in merge_shard(mergepipe.warehouse, file.name, plan, part, engine.options):
             done.append(one)
@@ -177,7 +177,7 @@ def _gather(file: RecipeFile) -> dg.OpDefinition:
     def gather(
         context: dg.OpExecutionContext, config: Layers, mergepipe: MergePipe, engine: Engine
     ) -> dg.Output[None]:
-        """Says what all shards cost; merges what none of them has, as after a new calibration."""
+        """Says what all shards cost; merges what none of them has."""
         plan, chosen = _asked(file, mergepipe, engine, config)
         for one in merge_recipe(mergepipe.warehouse, file.name, list(chosen), engine.options):
             if not one.reused:

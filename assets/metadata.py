@@ -205,9 +205,9 @@ def report_metadata(plan: MergePlan) -> Mapping[str, Any]:
 
 
 def time_metadata(seconds: float | str) -> Mapping[str, Any]:
-    """How long a merge is expected to take, or why nobody knows."""
+    """About how long a merge takes, or why nobody knows."""
     shown = seconds if isinstance(seconds, str) else short(seconds)
-    return {"predicted seconds to merge": shown}
+    return {"expected seconds to merge": shown}
 
 
 def error_metadata(plan: MergePlan) -> Mapping[str, Any]:
@@ -280,12 +280,10 @@ def shard_metadata(
     shard: Shard, done: Sequence[LayerOutcome], held_nbytes: int, seconds: float
 ) -> Mapping[str, Any]:
     """What one worker merged, the most memory it held meanwhile, and what that took."""
-    is_timed = shard.unit == "s"
-    cost = short(shard.cost) if is_timed else gib(round(shard.cost))
     return {
         "shard": f"{shard.number} of {shard.count}",
         "layers": ", ".join(shard.layers) or "none",
-        f"predicted {'seconds' if is_timed else 'GiB'}": cost,
+        "planned GiB": gib(shard.nbytes),
         **merge_metadata(Realised.of(done), seconds),
         "peak GiB of memory": gib(held_nbytes),
     }

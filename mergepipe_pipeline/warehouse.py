@@ -318,11 +318,6 @@ class Warehouse:
         return self.root / "stages"
 
     @property
-    def profile_path(self) -> Path:
-        """What this machine costs, as `calibrate` measured it."""
-        return self.root / "profile.json"
-
-    @property
     def quarantine(self) -> Path:
         """What `repair` took away, and snapshots that were damaged and made anew; by time."""
         return self.root / "quarantine"

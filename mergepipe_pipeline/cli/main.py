@@ -12,7 +12,6 @@ import click
 
 from mergepipe_pipeline import __version__
 from mergepipe_pipeline.cli.bisect import bisect
-from mergepipe_pipeline.cli.calibrate import calibrate
 from mergepipe_pipeline.cli.checkpoints import analyze, register, sql, tag
 from mergepipe_pipeline.cli.common import fail, options
 from mergepipe_pipeline.cli.compare import compare
@@ -98,7 +97,6 @@ for command in (
     extract_lora,
     moe,
     transplant_tokenizer,
-    calibrate,
     gc,
     ui,
     demo,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 
 _COUNT = click.IntRange(min=1)
-#: Parts of a predicted time below this are not shown to people.
-_LEAST_S = 0.05
 
 
 def planning_options(function: Callable[..., None]) -> Callable[..., None]:
@@ -84,7 +82,7 @@ def check(console: Console, recipe: str, **planning: Any) -> None:
     stages = list(zip(checked.stages, checked.packed, strict=True))
     *before, last = (_stage_json(*stage) for stage in stages)
     estimates = [asdict(p) for p in checked.estimates]
-    shown = {**last, "time": checked.forecast.to_json(), "pack_estimates": estimates}
+    shown = {**last, "seconds": checked.seconds, "pack_estimates": estimates}
     shown["egress"], shown["when"] = [asdict(e) for e in checked.egress], checked.when
     if before:
         shown["stages"] = [*before, last]
@@ -92,7 +90,7 @@ def check(console: Console, recipe: str, **planning: Any) -> None:
     console.show(
         shown,
         *lines,
-        f"  time                {time_text(shown['time'])}",
+        f"  time                {_time_text(checked.seconds)}",
         *egress_lines(checked.egress, "  download            "),
         *estimate_lines(checked.estimates, "  packs               "),
         *selected_lines(checked.stages[-1].request.selected),
@@ -100,18 +98,11 @@ def check(console: Console, recipe: str, **planning: Any) -> None:
     )
 
 
-def time_text(predicted: Mapping[str, Any] | None, lead: str = "about") -> str:
-    """Predicted seconds, after `lead`, and what they are made of, or why there are none."""
-    if predicted is None or "total_s" not in predicted:
-        return f"not predicted: {(predicted or {}).get('reason', 'nobody asked')}"
-    shown = ("analysis", "planning", "reading", "computing", "writing")
-    parts = [(name, predicted[f"{name}_s"]) for name in shown]
-    largest = ", ".join(f"{name} {_short(s)}" for name, s in parts if s >= _LEAST_S)
-    return f"{lead} {_short(predicted['total_s'])}" + (f" ({largest})" if largest else "")
+def _time_text(seconds: float | None) -> str:
+    """About how long a merge takes, or why nobody can say."""
+    from mergepipe_pipeline.execution.throughput import UNKNOWN
 
-
-def _short(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    return UNKNOWN if seconds is None else f"about {seconds:.3g} s, as fast as the last merge"
 
 
 def _stage_json(resolved: ResolvedRecipe, packed: PackedCost | None) -> dict[str, Any]:
@@ -190,9 +181,7 @@ def egress_lines(egress: Sequence[Egress], label: str) -> list[str]:
     """What is to be fetched from each address, and what is on disk already."""
     lines = [
         f"{label}{e.address}: {'at most ' if e.at_most else ''}{size(e.nbytes)} in {e.requests} "
-        f"request(s), {e.why}"
-        + (f", about {_short(e.seconds)}" if e.seconds is not None else "")
-        + (f", {size(e.kept_nbytes)} on disk" if e.kept_nbytes else "")
+        f"request(s), {e.why}" + (f", {size(e.kept_nbytes)} on disk" if e.kept_nbytes else "")
         for e in egress
     ]
     if len(egress) > 1:
@@ -348,7 +337,6 @@ def _merged_lines(outcome: MergeOutcome) -> list[str]:
         ),
         f"  error         {error_text(outcome.plan)}",
         f"  error bound   {bound_text(outcome.plan)}",
-        f"  time          {s['time']['realised']['total_s']:.2f} s, "
-        f"{time_text(s['time']['predicted'], 'predicted about')}",
+        f"  time          {s['time']['total_s']:.2f} s",
         f"  path          {s['path']}",
     ]

@@ -54,6 +54,11 @@ class Realised:
     arithmetic_s: float = 0.0
     write_s: float = 0.0
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes read and written."""
+        return self.expert_bytes_read + self.base_bytes_read + self.bytes_written
+
     @staticmethod
     def of(layers: Iterable[LayerOutcome]) -> Realised:
         """The sum over layers."""
@@ -91,46 +96,42 @@ class Realised:
 
 @dataclass(frozen=True, slots=True)
 class RunStart:
-    """When a verb began (`time.monotonic`), and how long it was said to take, as JSON.
+    """When a verb began (`time.monotonic`).
 
     `downloaded` gives the requests and bytes per address since then, as JSON.
     """
 
     at_s: float
-    predicted: dict[str, Any] | None = None
     downloaded: Callable[[], dict[str, Any]] = dict
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Wall seconds of a merge: what was predicted, as JSON, and what came until its commit.
+    """Wall seconds of a merge until its commit.
 
     `before_s` is the verb's start with analysis and planning, 0 for a plan that was there.
     `downloaded` gives the requests and bytes that came over the wire so far, by address, as JSON.
     """
 
-    predicted: dict[str, Any] | None
     before_s: float
     merging_s: float
     downloaded: Callable[[], dict[str, Any]] = dict
 
     def to_json(self) -> dict[str, Any]:
-        """Both, with the realised total."""
-        came = {"before_s": round(self.before_s, 3), "merging_s": round(self.merging_s, 3)}
-        came["total_s"] = round(self.before_s + self.merging_s, 3)
-        return {"predicted": self.predicted, "realised": came}
+        """Both, and the total."""
+        before_s, merging_s = round(self.before_s, 3), round(self.merging_s, 3)
+        total_s = round(self.before_s + self.merging_s, 3)
+        return {"before_s": before_s, "merging_s": merging_s, "total_s": total_s}
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
     """Layers by name, in plan order: number `number` of `count`, from 1.
 
-    `cost` is what they are predicted to take, in `unit`: seconds, or bytes where nobody has
-    measured the machine.
+    `nbytes` are read and written for them.
     """
 
     number: int
     count: int
     layers: tuple[str, ...]
-    cost: float
-    unit: str
+    nbytes: int

@@ -216,6 +216,12 @@ class LayerTask:
         """Bytes of the base's tensors of this layer."""
         return sum(t.base.view.nbytes for t in self.tasks if t.base)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that merging the layer reads and writes."""
+        written = sum(t.out_nbytes for t in self.tasks)
+        return self.base_nbytes + self.expert_bytes_planned + written
+
 
 #: Why nothing is predicted of experts that hold NaN or infinity.
 NOT_FINITE = "unknown: an expert holds NaN or infinity"

@@ -48,13 +48,11 @@ def _of_checkpoint(
     if is_base or not is_known or budget is None or budget >= egress.nbytes:
         return egress
     share = budget / max(1, egress.nbytes)
-    seconds = None if egress.seconds is None else egress.seconds * share
     return replace(
         egress,
         requests=round(egress.requests * share),
         nbytes=budget,
         at_most=True,
-        seconds=seconds,
     )
 
 

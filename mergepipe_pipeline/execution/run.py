@@ -105,7 +105,7 @@ _WAITING = 2
 class MergeOutcome:
     """A finished merge: the snapshot, its plan, what it cost, and the time it took.
 
-    `wall_s` is that of merging and commit; `times` tell what was predicted. `non_finite` counts NaN
+    `wall_s` is that of merging and commit; `non_finite` counts NaN
     and infinite elements by tensor, with those that F8_E4M3 cut off at its end. `checked` is what
     the commit has read of the snapshot.
     """
@@ -171,7 +171,7 @@ def run_plan(
             run_layers(warehouse, plan, options=options, progress=progress, fresh=fresh)
         )
         realised, merging_s = Realised.of(outcomes), time.monotonic() - started
-        times = Times(start.predicted, started - start.at_s, merging_s, start.downloaded)
+        times = Times(started - start.at_s, merging_s, start.downloaded)
         made = {layer.name for layer in outcomes if not layer.reused}
         done = commit(warehouse, plan, realised, times, is_stage=is_stage, made=made)
         downloads = start.downloaded()  # what this process fetches later is not of this merge

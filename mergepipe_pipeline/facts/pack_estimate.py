@@ -15,15 +15,13 @@ import numpy as np
 from mergepipe_pipeline.analysis.order import from_top
 from mergepipe_pipeline.checkpoints.reader import BlockReader
 from mergepipe_pipeline.concurrency import threads
-from mergepipe_pipeline.domain.machine_profile import DEFAULT_READ_BYTES_PER_S
 from mergepipe_pipeline.domain.model import Model, grid_for
 from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TIERS, TIERS_OF, X20_DENSITY, Tier
 from mergepipe_pipeline.domain.stats import HIST_SHIFT, TensorStats
 from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.packs.contents import packed_contents, packed_names
-from mergepipe_pipeline.packs.pace import ENCODE_ELEM_S
-from mergepipe_pipeline.storage.profile import load_profile
+from mergepipe_pipeline.packs.pace import ENCODE_ELEM_S, READ_BYTES_PER_S
 from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -94,17 +92,12 @@ def pays_back_after(
     if saved_nbytes <= 0:
         return None
     seconds = _packing_s(warehouse, n_elems, nbytes)
-    return max(1, ceil(seconds * _read_bytes_per_s(warehouse) / saved_nbytes))
+    return max(1, ceil(seconds * READ_BYTES_PER_S / saved_nbytes))
 
 
 def _packing_s(warehouse: Warehouse, n_elems: int, nbytes: int) -> float:
-    read_s = 2 * nbytes / _read_bytes_per_s(warehouse)  # the expert and its base
+    read_s = 2 * nbytes / READ_BYTES_PER_S  # the expert and its base
     return max(n_elems * ENCODE_ELEM_S / threads.analysis(), read_s)
-
-
-def _read_bytes_per_s(warehouse: Warehouse) -> float:
-    profile = load_profile(warehouse.profile_path)
-    return profile.read_bytes_per_s if profile else DEFAULT_READ_BYTES_PER_S
 
 
 def _stats(warehouse: Warehouse, expert: Model, base: Model) -> dict[str, TensorStats]:

@@ -14,13 +14,12 @@ from functools import partial
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.domain.blocks import BlockGrid
-from mergepipe_pipeline.domain.machine_profile import DEFAULT_READ_BYTES_PER_S
 from mergepipe_pipeline.domain.model import Model, view_digest
 from mergepipe_pipeline.domain.pack import TIERS, TIERS_OF, PackSource, TensorContent
 from mergepipe_pipeline.domain.recipe import TensorRecipe
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.contents import packed_contents
-from mergepipe_pipeline.packs.pace import DECODE_EXACT_ELEM_S, MERGE_ELEM_S
+from mergepipe_pipeline.packs.pace import DECODE_EXACT_ELEM_S, MERGE_ELEM_S, READ_BYTES_PER_S
 from mergepipe_pipeline.packs.store import Pack, warn_damaged
 from mergepipe_pipeline.planner.packed_rows import (
     PackedRow,
@@ -31,7 +30,6 @@ from mergepipe_pipeline.planner.packed_rows import (
     packed_row,
 )
 from mergepipe_pipeline.resolution.open_models import packable
-from mergepipe_pipeline.storage.profile import load_profile
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: (expert's model number, base's), and (expert's tensor, base's).
@@ -39,6 +37,9 @@ Numbers = tuple[int, int]
 Pair = tuple[str, str]
 #: Of each checkpoint of a model.
 Digests = Sequence[Mapping[str, str]]
+
+#: Cores that a machine is taken to have.
+_CORES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ def find_packs(
                 sources.append(served.pack.source)
     if not rows:
         return None
-    return Packs(sources=tuple(sources), grid=blocks, rows=rows, pace=pace_of(warehouse))
+    return Packs(sources=tuple(sources), grid=blocks, rows=rows, pace=_pace())
 
 
 def packed_cost(
@@ -170,14 +171,12 @@ def _is_own(model: Model, stored: Model, tensor: str) -> bool:
     return view.whole is not None and view == stored.views.get(tensor)
 
 
-def pace_of(warehouse: Warehouse) -> PackPace:
-    """How fast this machine reads, as far as it was measured, and decodes."""
-    profile = load_profile(warehouse.profile_path)
-    measured = profile.engine.read_bytes_per_s if profile and profile.engine else None
+def _pace() -> PackPace:
+    """How fast any machine is taken to read and decode, so that plans are the same on all."""
     return PackPace(
-        read_bytes_per_s=measured or DEFAULT_READ_BYTES_PER_S,
-        decode_elem_s=DECODE_EXACT_ELEM_S / threads.cores(),
-        merge_elem_s=MERGE_ELEM_S / threads.cores(),
+        read_bytes_per_s=READ_BYTES_PER_S,
+        decode_elem_s=DECODE_EXACT_ELEM_S / _CORES,
+        merge_elem_s=MERGE_ELEM_S / _CORES,
     )
 
 

@@ -34,7 +34,6 @@ from mergepipe_pipeline.quality.measure import records
 from mergepipe_pipeline.snapshots.find import files_below, load_snapshot
 from mergepipe_pipeline.snapshots.stores import Marks, layer_key_of
 from mergepipe_pipeline.storage.chain import VersionChain, read_chains
-from mergepipe_pipeline.storage.profile import load_profile
 from mergepipe_pipeline.warehouse import Warehouse
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -80,7 +79,6 @@ def verify_structure(warehouse: Warehouse, audit: Auditor) -> None:
         is_derivable = path.name != "search.json"
         act, remade = partial(_unsealed, path), "the search finds it, or another candidate, again"
         audit.check("structure", path, act, is_derivable=is_derivable, remade=remade)
-    audit.check("structure", warehouse.profile_path, partial(load_profile, warehouse.profile_path))
     for folder in snapshot_folders(warehouse):
         load = partial(load_snapshot, warehouse.snapshots, folder.name)
         snapshot = audit.check("structure", folder, load)

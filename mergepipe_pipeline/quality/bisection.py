@@ -23,13 +23,13 @@ from mergepipe_pipeline.errors import UNMERGEABLE, EvaluationError
 from mergepipe_pipeline.execution.lookup import load_plan, store_plan
 from mergepipe_pipeline.execution.plan_leases import lease
 from mergepipe_pipeline.execution.run import run_plan
+from mergepipe_pipeline.execution.throughput import UNKNOWN, expected_s, nbytes_of_plan
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.quality.judge import judge
 from mergepipe_pipeline.quality.measure import evaluate
 from mergepipe_pipeline.quality.regression import Regression, Suspect
 from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.text import size
-from mergepipe_pipeline.timing.forecast import forecast_plan
 from mergepipe_pipeline.warehouse import Warehouse
 
 T = TypeVar("T")
@@ -272,8 +272,8 @@ def _conclusion(
 class Cost:
     """At most so many candidates are evaluated, `merges` of them merged, which runs `layers`.
 
-    `nbytes` are read for it, of experts and base. `seconds` is None where nobody has measured this
-    machine (`reason`); `evaluation_s` is what the last evaluation took. What is cached or was
+    `nbytes` are read for it, of experts and base. `seconds` is None before the first merge
+    here; `evaluation_s` is what the last evaluation took. What is cached or was
     evaluated before costs nothing.
     """
 
@@ -283,12 +283,11 @@ class Cost:
     nbytes: int
     evaluation_s: float
     seconds: float | None
-    reason: str = ""
 
     @property
     def summary(self) -> str:
         """The worst case in one sentence."""
-        time = f"not predicted: {self.reason}" if self.seconds is None else f"{self.seconds:.0f} s"
+        time = UNKNOWN if self.seconds is None else f"{self.seconds:.0f} s"
         return (
             f"{self.candidates} candidates, {self.merges} of them merged: {self.layers} layers and "
             f"{size(self.nbytes)} to read; an evaluation takes {self.evaluation_s:.1f} s "
@@ -310,19 +309,15 @@ def cost_of(
     first = 0 if regression.is_live(suspects) else 1
     of_experts = min(most, first + most_questions(len(suspects))) if suspects else 0
     of_layers = min(most - of_experts, most_questions(len(plan.layers))) if suspects else 0
-    candidates, seconds = of_experts + (of_layers if layers else 0), None
-    predicted = [forecast_plan(warehouse, p) for p in plans]
-    merge_s = [p.seconds.total_s for p in predicted if p.seconds is not None]
-    if len(merge_s) == len(plans):
-        seconds = of_experts * sum(merge_s) + candidates * evaluation_s
+    candidates = of_experts + (of_layers if layers else 0)
+    merge_s = expected_s(warehouse, sum(map(nbytes_of_plan, plans)))
     return Cost(
         candidates,
         of_experts,
         of_experts * sum(len(p.layers) for p in plans),
         of_experts * sum(p.read_nbytes for p in plans),
         evaluation_s,
-        seconds,
-        next((p.reason for p in predicted if p.reason), ""),
+        None if merge_s is None else of_experts * merge_s + candidates * evaluation_s,
     )
 
 

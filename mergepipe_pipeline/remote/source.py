@@ -18,7 +18,7 @@ from mergepipe_pipeline.errors import CheckpointChangedError, CorruptionError, R
 from mergepipe_pipeline.remote.address import BUCKETS, HUB, Address
 from mergepipe_pipeline.remote.bucket import Bucket
 from mergepipe_pipeline.remote.downloads import DownloadedFile, Piece
-from mergepipe_pipeline.remote.egress import coalesced, gap_nbytes
+from mergepipe_pipeline.remote.egress import coalesced
 from mergepipe_pipeline.remote.fetch import WANTED
 from mergepipe_pipeline.remote.listing import changed, failures_named
 from mergepipe_pipeline.remote.servers import PINS
@@ -96,7 +96,7 @@ class RemoteSource:
 
     def expect(self, ranges: Iterable[FileRange]) -> None:
         """Fetch these ranges ahead of their reading, in this order, neighbours in one request."""
-        for path, start, stop in coalesced(ranges, gap_nbytes(self._root)):
+        for path, start, stop in coalesced(ranges):
             file = self._pinned.file(path)
             pieces = file.expect(start, stop)
             with self._lock:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from mergepipe_pipeline.domain.layers import layer_count, layer_name
 from mergepipe_pipeline.dtypes import FLOATING, itemsize
+from mergepipe_pipeline.execution.throughput import expected_s, nbytes_of_recipe
 from mergepipe_pipeline.planner.parts import out_dtype, stored_like
 from mergepipe_pipeline.resolution.resolve import ResolvedRecipe
 from mergepipe_pipeline.search.ledger import Search
 from mergepipe_pipeline.search.start import resolved_of
 from mergepipe_pipeline.text import size
-from mergepipe_pipeline.timing.forecast import forecast
 from mergepipe_pipeline.warehouse import Warehouse
 
 
@@ -21,8 +21,8 @@ class SearchCost:
 
     `nbytes` are read in all, of sources and base, and `scratch_nbytes` where each candidate is
     merged from scratch; `disk_nbytes` are written, of which the front's share stays after `gc`.
-    `analysis_nbytes` are read once to learn what the catalog does not know. `merge_s` is one merge
-    from scratch, None where nobody has measured this machine.
+    `analysis_nbytes` are read once to learn what the catalog does not know. `merge_s` is about one
+    merge from scratch, None before the first merge here.
     """
 
     evaluations: int
@@ -60,7 +60,6 @@ def search_cost(warehouse: Warehouse, search: Search) -> SearchCost:
     if cost.budget_bytes is not None:
         experts, first = min(experts, cost.budget_bytes), min(first, cost.budget_bytes)
     first += cost.base_bytes
-    predicted = forecast(warehouse, resolved).seconds
     return SearchCost(
         evaluations=count,
         layers=len(by_layer),
@@ -71,7 +70,7 @@ def search_cost(warehouse: Warehouse, search: Search) -> SearchCost:
         disk_nbytes=cost.output_bytes + (count - 1) * out,
         free_nbytes=cost.free_bytes,
         analysis_nbytes=cost.analysis_bytes,
-        merge_s=None if predicted is None else predicted.total_s,
+        merge_s=expected_s(warehouse, nbytes_of_recipe(resolved)),
     )
 
 

@@ -21,8 +21,6 @@ from pathlib import Path
 
 from mergepipe_pipeline.concurrency.free_list import FreeList
 from mergepipe_pipeline.concurrency.workers import TaskQueue, Workers
-from mergepipe_pipeline.errors import CheckpointError
-from mergepipe_pipeline.storage.regular import open_regular
 
 #: Smaller reads do not repay the extra calls.
 _LEAST_NBYTES = 128 << 10
@@ -132,22 +130,6 @@ def cached_nbytes(descriptor: int, start_byte: int, nbytes: int) -> int | None:
         _CACHESTAT, descriptor, ctypes.byref(where), ctypes.byref(pages), ctypes.c_uint(0)
     )
     return None if failed else int(pages.cached) * mmap.PAGESIZE
-
-
-def cached_of_file(path: Path) -> tuple[int, int]:
-    """Bytes of a file in the page cache (0 where the system does not say), and all its bytes.
-
-    Both are 0 for what cannot be opened or is no regular file.
-    """
-    try:
-        handle = open_regular(path, ("/",))
-    except (OSError, CheckpointError):
-        return 0, 0
-    try:
-        nbytes = os.fstat(handle).st_size
-        return cached_nbytes(handle, 0, nbytes) or 0, nbytes
-    finally:
-        os.close(handle)
 
 
 def _libc() -> ctypes.PyDLL:

@@ -10,13 +10,15 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Unpack
 
 from mergepipe_pipeline.execution.egress import egress_of_recipe
+from mergepipe_pipeline.execution.throughput import expected_s, nbytes_of_recipe
 from mergepipe_pipeline.facts.pack_estimate import PackEstimate, estimate_pack
-from mergepipe_pipeline.facts.packs import PackedCost
+from mergepipe_pipeline.facts.packs import PackedCost, packed_cost
+from mergepipe_pipeline.planner.level_selection import PACKS
+from mergepipe_pipeline.planner.parts import is_merged
 from mergepipe_pipeline.recipe.cron import when_merged
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.open_models import packable
 from mergepipe_pipeline.resolution.resolve import Planning, ResolvedRecipe, resolve
-from mergepipe_pipeline.timing.forecast import Forecast, forecast, packed_of
 from mergepipe_pipeline.verbs.gate import refuse_unready
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -29,18 +31,19 @@ _SAMPLES, _LEAST_SAMPLES = 96, 8
 
 @dataclass(frozen=True)
 class Check:
-    """A recipe that can run: its stages, the last one last, and how long it will take here.
+    """A recipe that can run: its stages, the last one last.
 
-    `when` says in words when the standing pipeline merges it.
+    `seconds` is about how long all take, None before the first merge here. `when` says in words
+    when the standing pipeline merges it.
     `packed` says of each stage what its experts' packs spare, None without packs. `estimates` say
     about what packs of analysed experts would take and save, where they have none. `egress` says
     what the last stage fetches from addresses.
     """
 
     stages: tuple[ResolvedRecipe, ...]
-    forecast: Forecast
     packed: tuple[PackedCost | None, ...]
     when: str
+    seconds: float | None
     estimates: tuple[PackEstimate, ...] = ()
     egress: tuple[Egress, ...] = ()
 
@@ -60,12 +63,12 @@ def check(warehouse: Warehouse, parsed: ParsedRecipe, **planning: Unpack[Plannin
     refuse_unready(parsed.evaluator, planning.get("relative_to"))
     last = resolve(warehouse, parsed, **planning)
     stages = (*last.before, last)
-    packed = tuple(packed_of(warehouse, stage) for stage in stages)
+    packed = tuple(_packed(warehouse, stage) for stage in stages)
     estimates = {p.name: p for stage in stages for p in estimates_of_recipe(warehouse, stage)}
     egress = egress_of_recipe(warehouse, last)
     when = when_merged(parsed.trigger, parsed.schedule, parsed.timezone, datetime.now(UTC))
-    told = forecast(warehouse, last)
-    return Check(stages, told, packed, when, tuple(estimates.values()), egress)
+    seconds = expected_s(warehouse, sum(map(nbytes_of_recipe, stages)))
+    return Check(stages, packed, when, seconds, tuple(estimates.values()), egress)
 
 
 def estimates_of_recipe(warehouse: Warehouse, resolved: ResolvedRecipe) -> tuple[PackEstimate, ...]:
@@ -79,3 +82,12 @@ def estimates_of_recipe(warehouse: Warehouse, resolved: ResolvedRecipe) -> tuple
     samples = max(_LEAST_SAMPLES, _SAMPLES // max(1, len(experts)))
     estimates = (estimate_pack(warehouse, *pair, samples) for pair in experts.values())
     return tuple(estimate for estimate in estimates if estimate is not None)
+
+
+def _packed(warehouse: Warehouse, resolved: ResolvedRecipe) -> PackedCost | None:
+    """What packs spare the merge of a stage; None without packs, or where none are to be read."""
+    recipe, models = resolved.recipe, resolved.models
+    if resolved.request.no_packs or recipe.strategy not in (None, PACKS):
+        return None
+    merged = [t for t in recipe.tensors if is_merged(t, models)]
+    return packed_cost(warehouse, models, merged, resolved.originals)

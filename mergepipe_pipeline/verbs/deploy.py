@@ -55,12 +55,12 @@ from mergepipe_pipeline.execution.lookup import (
 from mergepipe_pipeline.execution.plan_leases import lease, lease_layers, lease_recipe
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import made_anew
+from mergepipe_pipeline.execution.throughput import UNKNOWN, expected_s, nbytes_of_plan
 from mergepipe_pipeline.integrity.weights import audit_snapshot, refuse_unfit
 from mergepipe_pipeline.quality.evaluators import evaluator_id
 from mergepipe_pipeline.quality.measure import evaluate
 from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.storage.atomic import write_atomic
-from mergepipe_pipeline.timing.forecast import forecast_plan
 from mergepipe_pipeline.verbs.conflicts import conflicts
 from mergepipe_pipeline.verbs.gate import (
     Judged,
@@ -243,9 +243,9 @@ def _inputs(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def seconds_to_merge(warehouse: Warehouse, plan: MergePlan) -> float | str:
-    """The seconds that merging a plan is predicted to take here, or why nobody can say."""
-    prediction = forecast_plan(warehouse, plan)
-    return prediction.reason if prediction.seconds is None else prediction.seconds.total_s
+    """The seconds that merging a plan may take here, or why nobody can say."""
+    seconds = expected_s(warehouse, nbytes_of_plan(plan))
+    return UNKNOWN if seconds is None else seconds
 
 
 def refuse_other_budget(plan: MergePlan, budget: str | None) -> None:

@@ -28,7 +28,6 @@ from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.resolution.resolve import Planning, ResolvedRecipe
 from mergepipe_pipeline.snapshots.leases import Need
-from mergepipe_pipeline.timing.forecast import forecast
 from mergepipe_pipeline.verbs.export import check_out, export
 from mergepipe_pipeline.verbs.gate import Judged, judge_snapshot, mark, refuse, refuse_unready
 from mergepipe_pipeline.verbs.guard import refuse_kept_out
@@ -102,7 +101,7 @@ def merge(
     if resolved.cost.analysis_bytes:  # of known experts, layers may be there
         refuse_full_disk(warehouse, resolved.cost.output_bytes)
     began_s = time.monotonic() if parsed.before else began_s
-    start = RunStart(began_s, forecast(warehouse, resolved).to_json(), downloaded)
+    start = RunStart(began_s, downloaded)
     run = partial(run_plan, options=options, progress=progress, start=start, fresh=fresh)
     plan, outcome = _planned_and_run(warehouse, resolved, stages, progress, run)
     made = Need(snapshot_ids=frozenset([outcome.snapshot.snapshot_id]))

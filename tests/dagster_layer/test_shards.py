@@ -44,7 +44,7 @@ from mergepipe_pipeline.verbs.shards import shard_of
 from mergepipe_pipeline.warehouse import Warehouse
 home = Warehouse.at(sys.argv[1])
 plan = current_plan(home, "n")
-shard = shard_of(home, plan, 1, 1, [layer.name for layer in plan.layers])
+shard = shard_of(plan, 1, 1, [layer.name for layer in plan.layers])
 for done in merge_shard(home, "n", plan, shard, EngineOptions()):
     print(done.name, flush=True)
     time.sleep(60)
@@ -74,7 +74,7 @@ def told(result: dg.ExecuteInProcessResult) -> dict[str, dict[str, Any]]:
 
 def shard(home: Warehouse, plan: MergePlan, number: int, count: int) -> list[LayerOutcome]:
     """Merge a shard of recipe n's plan."""
-    part = shard_of(home, plan, number, count, [layer.name for layer in plan.layers])
+    part = shard_of(plan, number, count, [layer.name for layer in plan.layers])
     return list(merge_shard(home, "n", plan, part, EngineOptions()))
 
 
@@ -167,7 +167,7 @@ def test_two_workers_merge_shards_of_one_plan_at_once_and_nobody_plans_meanwhile
     home: Warehouse, recipe_file: RecipeFile
 ) -> None:
     plan = plan_recipe(home, recipe_file)
-    part = shard_of(home, plan, 1, 2, recipe_file.layers)
+    part = shard_of(plan, 1, 2, recipe_file.layers)
     working = merge_shard(home, "n", plan, part, EngineOptions())
     begun = next(working)
     second = shard(home, plan, 2, 2)

@@ -11,9 +11,6 @@ import pytest
 from mergepipe_pipeline.execution.plan_leases import lease_run, run_lives
 from mergepipe_pipeline.snapshots import collection as gc
 from mergepipe_pipeline.storage import locks
-from mergepipe_pipeline.timing import calibrate as calibrating
-from mergepipe_pipeline.timing.calibrate import calibrate
-from mergepipe_pipeline.timing.storage_timers import write_s
 from mergepipe_pipeline.verbs.gc import collect
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -56,22 +53,9 @@ def test_what_its_maker_locks_after_a_collection_looked_at_it_stays(
 
 
 def test_what_killed_writers_left_goes_from_every_folder(home: Warehouse) -> None:
-    left = [home.arrival_path("a"), home.leases_dir / "run.json", home.profile_path]
+    left = [home.arrival_path("a"), home.leases_dir / "run.json"]
     for path in left:
         path.parent.mkdir(exist_ok=True)
         path.with_name(f".{path.name}.q1.tmp").write_bytes(b"half")
     collect(home, older_than_s=0)
     assert list(home.root.rglob("*.tmp")) == []
-
-
-@pytest.mark.usefixtures("durable_writes")
-def test_a_calibration_keeps_its_files_through_a_collection(
-    home: Warehouse, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def collect_first(path: Path, nbytes: int) -> float:
-        collect(home, older_than_s=0)
-        return write_s(path, nbytes)
-
-    monkeypatch.setattr(calibrating, "write_s", collect_first)
-    assert calibrate(home, temp_nbytes=1 << 24, with_engine=False).observations
-    assert list(home.staging.iterdir()) == list(home.leases_dir.glob("*.json")) == []

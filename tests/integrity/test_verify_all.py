@@ -29,7 +29,6 @@ from mergepipe_pipeline.verbs.verify import verify, verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.execution.test_run import run
 from tests.support.listed import folders_listed
-from tests.support.profiles import settle_in
 
 DERIVABLE = {
     "record": "catalog/checkpoints/v*/*.parquet",
@@ -50,7 +49,6 @@ KEPT = {
     "manifest": "snapshots/*/manifest.json",
     "provenance": "snapshots/*/provenance.json",
     "side file": "snapshots/*/tokenizer.json",
-    "profile": "profile.json",
 }
 
 
@@ -68,9 +66,8 @@ def recipe(models: Path) -> str:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, recipe: str) -> Path:
-    """A warehouse of one budgeted merge, published, on a calibrated disk."""
+    """A warehouse of one budgeted merge, published."""
     home = Warehouse.at(tmp_path_factory.mktemp("whole") / "w").ensure()
-    settle_in(home)
     publish(home, run(home, recipe, budget="60%").snapshot.snapshot_id, "live")
     return home.root
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,14 +15,12 @@ from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import parse
-from mergepipe_pipeline.storage.profile import store_profile
 from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.execution.test_run import tensors
 from tests.planner.test_promises import ROUNDING, distance
 from tests.support.family import Size, tensors_of, write_model
-from tests.support.profiles import ENGINE, PROFILE
 
 #: The embedding is two chunks and a part of one; all other tensors are less than one.
 SIZES: Size = {"layers": 1, "hidden": 64, "vocab": 2100}
@@ -31,18 +28,13 @@ N_EXPERTS, UNPACKED = 4, 3
 METHODS = ("task_arithmetic", "ties", "dare_linear", "ties", "linear", "breadcrumbs", "dare_ties")
 SUMS = ("task_arithmetic", "dare_linear", "linear")
 EXACT = ("della", "sce", "slerp", "auto")
-SLOW_DISK = replace(PROFILE, seek_s=0.0, engine=replace(ENGINE, read_bytes_per_s=1e6))
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Warehouse:
-    """A base and experts that agree in part, all but one of them packed; read-only.
-
-    Its disk is so slow that whatever is exact is read from packs, however many cores there are.
-    """
+    """A base and experts that agree in part, all but one of them packed; read-only."""
     folder = tmp_path_factory.mktemp("models")
     warehouse = Warehouse.at(tmp_path_factory.mktemp("packs")).ensure()
-    store_profile(warehouse.profile_path, SLOW_DISK)
     rng = np.random.default_rng(5)
     base = {n: v.float() for n, v in tensors_of(0, None, **SIZES).items()}
     write_model(folder / "base", {n: v.bfloat16() for n, v in base.items()}, **SIZES)

@@ -1,45 +1,36 @@
-"""Plans under a budget of blocks are the same on every machine."""
+"""Plans under a budget of blocks, and of packs, are the same on every machine."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from mergepipe_pipeline.domain.machine_profile import MachineProfile
+from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.execution.planning import make_plan
-from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.resolution.recipe_text import parse
-from mergepipe_pipeline.storage.profile import store_profile
+from mergepipe_pipeline.verbs.pack import pack
+from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.support.family import make_family
-from tests.support.profiles import PROFILE
-
-#: Bytes that are read in the time of a seek: 50 kB and 1.2 MB.
-SSD = replace(PROFILE, read_bytes_per_s=5e8, seek_s=0.0001)
-DISK = replace(PROFILE, read_bytes_per_s=1.5e8, seek_s=0.008)
 
 
-@pytest.mark.parametrize("method", ["task_arithmetic", "ties"])
-def test_what_a_machine_is_measured_to_do_changes_no_plan_and_no_snapshot(
-    tmp_path: Path, method: str
+@pytest.mark.parametrize("budget", [None, "30%"])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_the_cores_of_a_machine_change_no_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: str | None, is_packed: bool
 ) -> None:
-    family = make_family(tmp_path / "models", 3)
-    rows = [
-        f"- {{model: {family / f'expert_0{n}'}, parameters: {{weight: 0.5}}}}" for n in range(3)
-    ]
-    text = "\n".join(
-        [f"merge_method: {method}", f"base_model: {family / 'base'}", "models:", *rows]
-    )
+    family = make_family(tmp_path / "models", 2)
+    home = Warehouse.at(tmp_path / "home").ensure()
+    for name in ("base", "expert_00", "expert_01"):
+        register(home, family / name, name, None if name == "base" else "base")
+    if is_packed:
+        pack(home, ["expert_00", "expert_01"])
+    rows = [f"- {{model: expert_0{n}, parameters: {{weight: 0.5}}}}" for n in range(2)]
+    text = "\n".join(["merge_method: ties", "base_model: base", "models:", *rows])
     parsed = parse(text, name="machines", where="machines")
-
-    def ids(profile: MachineProfile | None) -> tuple[str, str, int]:
-        home = Warehouse.at(tmp_path / str(profile and profile.seek_s)).ensure()
-        if profile:
-            store_profile(home.profile_path, profile)
-        plan = make_plan(home, parsed, budget="30%", block_elems=4096)
-        snapshot = run_plan(home, plan).snapshot
-        return plan.plan_id, snapshot.snapshot_id, plan.estimates.expert_bytes_planned
-
-    assert ids(None) == ids(SSD) == ids(DISK)
+    plans = []
+    for cores in (1, 64):
+        monkeypatch.setattr(threads, "cores", lambda cores=cores: cores)
+        plans.append(make_plan(home, parsed, budget=budget, block_elems=4096))
+    assert plans[0] == plans[1]

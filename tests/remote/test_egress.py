@@ -91,19 +91,3 @@ def test_a_limit_is_written_with_a_unit(text: str, nbytes: int) -> None:
 def test_a_limit_that_cannot_be_read_is_refused_by_its_place() -> None:
     with pytest.raises(MergePipeError, match="MERGEPIPE_CACHE_LIMIT"):
         parse_size("much", "MERGEPIPE_CACHE_LIMIT")
-
-
-def test_calibrate_measures_a_source_and_what_is_said_of_downloads_follows(
-    folder: FolderServer, tmp_path: Path, recipe_at: Callable[..., str]
-) -> None:
-    home, recipe = tmp_path / "home", tmp_path / "r.yml"
-    recipe.write_text(recipe_at(lambda name: f"{folder.url}/{name}"))
-    before = json.loads(_run(home, "check", str(recipe)).stdout)["egress"]
-    assert {e["seconds"] for e in before} == {None}
-    folder.latency_s = 0.05
-    found = json.loads(_run(home, "calibrate", f"{folder.url}/base").stdout)
-    folder.latency_s = 0.0
-    assert 0.05 <= found["latency_s"] < 0.5
-    assert found["gap_nbytes"] == round(found["latency_s"] * found["bytes_per_s"] / 12)
-    told = json.loads(_run(home, "check", str(recipe)).stdout)["egress"]
-    assert all(e["seconds"] >= found["latency_s"] for e in told)

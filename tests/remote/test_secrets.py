@@ -29,7 +29,6 @@ VERBS: tuple[tuple[str, ...], ...] = (
     ("register", "ADDRESS", "--name", "x"),
     ("land", "ADDRESS", "--name", "x"),
     ("analyze", "x", "--base", "ADDRESS"),
-    ("calibrate", "ADDRESS"),
     ("push", "live", "ADDRESS"),
     ("push", "--pack", "x", "ADDRESS"),
     ("pull", "live", "--from", "ADDRESS"),

@@ -24,12 +24,10 @@ from mergepipe_pipeline.execution import plan_leases as leases
 from mergepipe_pipeline.execution.plan_leases import lease, staging
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_plan
-from mergepipe_pipeline.progress import Advance, Silent
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.snapshots.leases import Leases
 from mergepipe_pipeline.storage import atomic, locks
 from mergepipe_pipeline.storage.chain import VersionChain
-from mergepipe_pipeline.timing.calibrate import calibrate
 from mergepipe_pipeline.verbs.deploy import merge_recipe, plan_recipe, snapshot_recipe
 from mergepipe_pipeline.verbs.gc import collect
 from mergepipe_pipeline.verbs.index import index_expert
@@ -229,25 +227,6 @@ def test_what_killed_landings_left_goes_and_what_a_living_one_copies_stays(
     assert {p.name for p in home.inbox.iterdir()} == {".gone.old-0123abcd", ".notes", "here"}
     assert open_checkpoint(str(home.inbox / "here"), "here").tensors
     assert {p.name for p in home.arrivals.iterdir()} == {".lock", "here.json"}
-
-
-class Collecting(Silent):
-    """A collection at the begin of every task."""
-
-    def __init__(self, home: Warehouse) -> None:
-        self._home = home
-
-    @contextmanager
-    def task(self, label: str, total_nbytes: int) -> Iterator[Advance]:
-        collect(self._home, older_than_s=0)
-        with super().task(label, total_nbytes) as advance:
-            yield advance
-
-
-@pytest.mark.usefixtures("durable_writes")
-def test_a_calibration_keeps_its_files_through_a_collection(home: Warehouse) -> None:
-    calibrate(home, temp_nbytes=4 << 20, with_engine=False, progress=Collecting(home))
-    assert not list(home.staging.iterdir())
 
 
 def test_a_stage_that_nothing_needs_is_collected_and_made_again(

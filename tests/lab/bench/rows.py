@@ -71,7 +71,7 @@ class Spent:
     def told_by(log: Path) -> Spent:
         """What `merge --json` printed."""
         told = json.loads(log.read_text())
-        wall, names = told["time"]["realised"], ("read_s", "arithmetic_s", "write_s")
+        wall, names = told["time"], ("read_s", "arithmetic_s", "write_s")
         return Spent(wall["before_s"], wall["merging_s"], *(told[n] for n in names))
 
 

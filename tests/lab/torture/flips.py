@@ -123,8 +123,6 @@ class _Flow:
             self._verb("rollback", path.parent.name)
         if kind.startswith(("leases", "staging", "actions", "objects")):
             self._verb("gc", "--older-than", "0")
-        if kind.startswith("profile"):
-            self._verb("check", str(self._ours.world / "full.yml"))
         self._merge(f"{recipe}, 30%", recipe, "--budget", "30%")
         self._merge(recipe, recipe, "--publish")
 
@@ -156,7 +154,6 @@ class _Flow:
         place = self._folder / "fresh"
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir()
-        _profile(place / "w")
         if packed:
             _pack(self._ours.world, place, self._folder / "logs")
         done = child.run([*args, "--home", str(place / "w")], self._folder / "logs")
@@ -196,7 +193,6 @@ def _prepare(folder: Path) -> Undisturbed:
     ok(child.run(["publish", ids["other"], "--ref", "full", "--home", f"{place}/w"], folder))
     standing = (world / "full.yml").read_text().replace(f"{world}/", "")  # by registered names
     (place / "w" / "recipes" / "full.yml").write_text(standing)
-    _profile(place / "w")
     found = child.call(run_standing, place, True)
     assert found == ids["full"], found
     killed = ["merge", str(world / "other.yml"), "--budget", "50%", "--home", f"{place}/w"]
@@ -225,14 +221,6 @@ def ok(done: Done) -> Done:
     if done.code:
         raise RuntimeError(done.err)
     return done
-
-
-def _profile(home: Path) -> None:
-    """What `calibrate` would measure in some seconds."""
-    from mergepipe_pipeline.warehouse import Warehouse
-    from tests.support.profiles import settle_in
-
-    settle_in(Warehouse(home).ensure())
 
 
 def run_standing(place: Path, plan: bool) -> str:
