@@ -21,7 +21,6 @@ from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.domain.operator import Fact
 from mergepipe_pipeline.domain.plan import TensorTask, TrimRule
 from mergepipe_pipeline.domain.segments import KnownSegments
-from mergepipe_pipeline.domain.stats import ExpertStats
 from mergepipe_pipeline.domain.view import TensorView, moved
 from mergepipe_pipeline.operators import Window
 from mergepipe_pipeline.operators.kernels.kept_l1 import (
@@ -40,8 +39,7 @@ Pair = tuple[str, str]
 def l1_scales(
     expert: Model,
     base: Model,
-    stats: ExpertStats,
-    tasks: Mapping[Pair, TensorTask],
+    tasks: Mapping[Pair, tuple[float, TensorTask]],
     kind: Fact,
     *,
     known: KnownSegments | None = None,
@@ -49,13 +47,12 @@ def l1_scales(
 ) -> dict[Pair, float]:
     """Factors by (expert's tensor, base's tensor): ‖δ‖₁/‖sparsified δ‖₁, 1 if either is below 1e-7.
 
-    `tasks` hold that one expert with the facts that a sparsifier of this `kind` needs. `known`:
-    segments of the expert's checkpoints and then the base's, which verify what is read.
+    `tasks`: ‖δ‖₁, and that one expert with the facts that a sparsifier of this `kind` needs.
+    `known`: segments of the expert's checkpoints and then the base's, which verify what is read.
     """
     scales = {}
     with WindowReader((*expert.checkpoints, *base.checkpoints), known) as reader:
-        for pair, task in tasks.items():
-            l1 = stats.by_pair[pair].l1
+        for pair, (l1, task) in tasks.items():
             view = expert.views[pair[0]]
             base_view = moved(base.views[pair[1]], len(expert.checkpoints))
             task = _closed(task, reader, view, base_view)

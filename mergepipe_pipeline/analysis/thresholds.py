@@ -20,7 +20,7 @@ from mergepipe_pipeline.arrays import U32Array
 from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.domain.plan import TrimRule
 from mergepipe_pipeline.domain.segments import KnownSegments
-from mergepipe_pipeline.domain.stats import HIST_SHIFT, ExpertStats
+from mergepipe_pipeline.domain.stats import HIST_SHIFT, TensorStats
 from mergepipe_pipeline.domain.view import TensorView, moved
 
 Pair = tuple[str, str]
@@ -30,21 +30,19 @@ T = TypeVar("T")
 def trim_rules(
     expert: Model,
     base: Model,
-    stats: ExpertStats,
-    keeps: Mapping[Pair, int],
+    keeps: Mapping[Pair, tuple[TensorStats, int]],
     *,
     known: KnownSegments | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> dict[Pair, TrimRule]:
     """The rules that keep exactly so many of the largest |δ|, ties by lowest index.
 
-    `keeps`: (expert's tensor, base's tensor) to the number of elements to keep. `known`:
-    segments of the expert's checkpoints and then the base's, which verify what is read.
+    `keeps`: (expert's tensor, base's tensor) to its statistics and the number of elements to keep.
+    `known`: segments of the expert's checkpoints and then the base's, which verify what is read.
     """
     rules = {}
     with WindowReader((*expert.checkpoints, *base.checkpoints), known) as reader:
-        for pair, keep in keeps.items():
-            of_pair = stats.by_pair[pair]
+        for pair, (of_pair, keep) in keeps.items():
             if rule := plain_rule(of_pair, keep):
                 rules[pair] = rule
                 continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from sys import intern
 from typing import Any
@@ -12,13 +12,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mergepipe_pipeline.catalog.seals import BODY_KEY, body_digest
 from mergepipe_pipeline.domain.checkpoint import Checkpoint, FileEntry, TensorEntry
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.storage.side_files import SideStamp
 
 FACTS_KEY = b"mergepipe"
-#: Columns of noise.
-NOISE = ("sketch", "sample")
+#: Key in a footer of the keys of its row groups.
+KEYS_KEY = b"mergepipe.row_groups"
+#: The names of a row group's rows; a name may be of several parts.
+Key = tuple[Any, ...]
 
 TENSORS = pa.schema(
     [
@@ -31,7 +34,6 @@ TENSORS = pa.schema(
         ("nbytes", pa.int64()),
     ]
 )
-DIGESTS = pa.schema([("tensor", pa.string()), ("digest", pa.string())])
 SIDE_FILES = pa.schema(
     [
         ("file", pa.string()),
@@ -49,19 +51,42 @@ FACTS = pa.schema(
 
 
 def encode(table: pa.Table, meta: Mapping[str, Any]) -> bytes:
-    """Parquet bytes of a table with JSON metadata."""
-    packed = json.dumps(meta, sort_keys=True).encode()
+    """Parquet bytes of a table with JSON metadata, to be read at once."""
+    return encode_groups(table.schema, [((), table)], meta)
+
+
+def encode_groups(
+    schema: pa.Schema,
+    groups: Iterable[tuple[Key, pa.Table]],
+    meta: Mapping[str, Any],
+    *,
+    compression: str | dict[str, str] = "zstd",
+    encoding: Mapping[str, str] | None = None,
+) -> bytes:
+    """Parquet bytes with a row group per key, in order; equal facts give equal bytes.
+
+    `compression` and `encoding` are Parquet's, by column path. Keys differ.
+    """
     sink = io.BytesIO()
-    # Sketches and samples are noise, which a dictionary and compression only make slower to read;
-    # and as numbers of 16 bits they would take 32 in Parquet.
-    noise = [c for c in NOISE if c in table.column_names]
-    plain = [c for c in table.column_names if c not in NOISE]
-    pq.write_table(
-        table.replace_schema_metadata({FACTS_KEY: packed}),
+    encoded = {column.partition(".")[0] for column in encoding or ()}
+    texts = [f.name for f in schema if pa.types.is_string(f.type) and f.name not in encoded]
+    keys: list[Key] = []
+    with pq.ParquetWriter(
         sink,
-        compression=dict.fromkeys(plain, "zstd") | dict.fromkeys(noise, "none"),
-        use_dictionary=[c for c in plain if pa.types.is_string(table.schema.field(c).type)],
-    )
+        schema.with_metadata({FACTS_KEY: json.dumps(meta, sort_keys=True).encode()}),
+        compression=compression,
+        use_dictionary=texts,
+        column_encoding=dict(encoding) if encoding else None,
+        write_page_checksum=True,
+    ) as writer:
+        for key, table in groups:
+            writer.write_table(table, row_group_size=max(1, len(table)))
+            keys.append(key)
+        with sink.getbuffer() as body:
+            digest = body_digest(body)
+        writer.add_key_value_metadata(
+            {KEYS_KEY: json.dumps(keys).encode(), BODY_KEY: digest.encode()}
+        )
     return sink.getvalue()
 
 
@@ -145,26 +170,12 @@ def decode_checkpoint(data: bytes, where: str, name: str, root: str) -> Checkpoi
     return Checkpoint(
         name,
         root,
-        # Catalogs of version 0.1 have no probes.
-        tuple(FileEntry(*f, *[""] * (5 - len(f))) for f in meta["files"]),
+        tuple(FileEntry(*f) for f in meta["files"]),
         tensors,
         meta["config"],
-        # Catalogs of version 0.1 hold full checkpoints only and say neither.
-        meta.get("kind", "full"),
-        meta.get("adapter_config"),
+        meta["kind"],
+        meta["adapter_config"],
     )
-
-
-def encode_digests(digests: Mapping[str, str]) -> bytes:
-    """Tensor to digest."""
-    rows = {"tensor": list(digests), "digest": list(digests.values())}
-    return encode(pa.table(rows, schema=DIGESTS), {})
-
-
-def decode_digests(data: bytes, where: str) -> dict[str, str]:
-    """The mapping of `encode_digests`. Raises CorruptionError."""
-    table, _ = decode(data, where, DIGESTS)
-    return dict(zip(table["tensor"].to_pylist(), table["digest"].to_pylist(), strict=True))
 
 
 def encode_side_files(digests: Mapping[SideStamp, str]) -> bytes:

@@ -10,21 +10,15 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from functools import partial
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mergepipe_pipeline.catalog import arrow_tables as tables
-from mergepipe_pipeline.catalog import decoded
-from mergepipe_pipeline.catalog.analyses import Analyses
-from mergepipe_pipeline.catalog.formats import CHECKPOINTS, DIGESTS, SIDE_FILES, TENSOR_FACTS
-from mergepipe_pipeline.catalog.seals import (
-    find_sealed,
-    name_parts,
-    read_facts,
-    version,
-    write_sealed,
-)
+from mergepipe_pipeline.catalog.contents import ContentFiles, whole_ids
+from mergepipe_pipeline.catalog.formats import CHECKPOINTS, SIDE_FILES
+from mergepipe_pipeline.catalog.pairs import Content, Origin, PairFacts, known_contents
+from mergepipe_pipeline.catalog.seals import find_sealed, read_facts, version, write_sealed
 from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.errors import (
@@ -48,8 +42,8 @@ from mergepipe_pipeline.storage.source import open_source
 if TYPE_CHECKING:
     from mergepipe_pipeline.catalog.queries import Limits, Rows
 
-#: The numbers of one fact, as its maker orders them.
-Fact = tuple[float, ...]
+#: Size and time of last change of a file (`seals.version`).
+Version = tuple[int, int] | None
 
 
 @dataclass(frozen=True)
@@ -66,7 +60,7 @@ class Registration:
     is_new: bool = field(default=False, compare=False)
 
 
-class Catalog(Analyses):
+class Catalog:
     """The folder `catalog` of a warehouse.
 
     A damaged file of facts is reported and counts as absent; see `seals`. Folders of checkpoints
@@ -74,7 +68,6 @@ class Catalog(Analyses):
     """
 
     def __init__(self, folder: Path, roots: Roots | None = None) -> None:
-        super().__init__(folder)
         self._folder, self.roots = folder, roots or Roots({})
 
     def register(
@@ -165,7 +158,7 @@ class Catalog(Analyses):
 
     def digested(self) -> frozenset[str]:
         """The ids of checkpoints whose digests are there, damaged or not; reads none."""
-        return frozenset(name_parts(path)[0] for path in find_sealed(self._folder / DIGESTS))
+        return whole_ids(self._folder)
 
     def has_content(self, name: str, digested: Collection[str] | None = None) -> bool:
         """Whether the content of a name's current version is known, as far as names of files tell.
@@ -235,22 +228,26 @@ class Catalog(Analyses):
         Name and root are as given.
         """
         for path in find_sealed(self._folder / CHECKPOINTS, checkpoint_id):
-            checkpoint = decoded.checkpoint(path, version(path), name, root)
+            checkpoint = _checkpoint(path, version(path), name, root)
             if checkpoint is not None:
                 return checkpoint
         return None
 
-    def put_digests(self, checkpoint_id: str, digests: Mapping[str, str]) -> None:
-        """Remember the digest of every tensor of a checkpoint."""
-        write_sealed(self._folder / DIGESTS, checkpoint_id, tables.encode_digests(digests))
+    def contents(self, checkpoint_id: str) -> ContentFiles:
+        """The digests of a checkpoint's tensors and of their segments."""
+        return ContentFiles(self._folder, checkpoint_id)
 
     def digests(self, checkpoint_id: str) -> Mapping[str, str] | None:
-        """Tensor name to digest, or None if not known."""
-        for path in find_sealed(self._folder / DIGESTS, checkpoint_id):
-            digests = decoded.digests(path, version(path))
-            if digests is not None:
-                return digests
-        return None
+        """Tensor name to digest, or None if not all are known."""
+        return self.contents(checkpoint_id).digests()
+
+    def facts(self, base_id: str, owner_id: str) -> PairFacts:
+        """The facts of an expert, or of a group of them, against a base."""
+        return PairFacts(self._folder, base_id, owner_id)
+
+    def known_contents(self, block_elems: int) -> Mapping[Content, Origin]:
+        """Where the statistics of each analysed content are."""
+        return known_contents(self._folder, block_elems)
 
     def side_digests(self, checkpoint_id: str) -> Mapping[SideStamp, str]:
         """SHA-256 of files beside a checkpoint's weights, as each was when it was registered.
@@ -259,7 +256,7 @@ class Catalog(Analyses):
         """
         sha256s: dict[SideStamp, str] = {}
         for path in find_sealed(self._folder / SIDE_FILES, checkpoint_id):
-            sha256s |= decoded.side_digests(path, version(path)) or {}
+            sha256s |= _side_digests(path, version(path)) or {}
         return sha256s
 
     def content_sha256(self, checkpoint_id: str) -> str:
@@ -267,30 +264,15 @@ class Catalog(Analyses):
 
         Raises NotFoundError if they are not known.
         """
-        for path in find_sealed(self._folder / DIGESTS, checkpoint_id):
-            sha256 = decoded.content_sha256(path, version(path))
-            if sha256 is not None:
-                return sha256
-        raise NotFoundError(
-            "A checkpoint's content is not known yet",
-            where=checkpoint_id,
-            found="no digests",
-            next_step="run `mergepipe analyze` on it",
-        )
-
-    def put_fact(self, base_id: str, owner_id: str, key: str, facts: Mapping[str, Fact]) -> None:
-        """Remember tensor-scope facts under `key`; earlier ones of the key stay.
-
-        `owner_id` names an expert, or a group of them.
-        """
-        write_sealed(self._facts(base_id, owner_id), key, tables.encode_facts(facts, key))
-
-    def fact(self, base_id: str, owner_id: str, key: str) -> dict[str, Fact]:
-        """All facts under `key`, by tensor; empty if none is known."""
-        facts: dict[str, Fact] = {}
-        for path in find_sealed(self._facts(base_id, owner_id), key):
-            facts |= read_facts(path, partial(tables.decode_facts, where=str(path))) or {}
-        return facts
+        sha256 = self.contents(checkpoint_id).content_sha256()
+        if sha256 is None:
+            raise NotFoundError(
+                "A checkpoint's content is not known yet",
+                where=checkpoint_id,
+                found="no digests",
+                next_step="run `mergepipe analyze` on it",
+            )
+        return sha256
 
     def sql(
         self, query: str, rows: Rows | None = None, limits: Limits | None = None
@@ -353,5 +335,13 @@ class Catalog(Analyses):
     def _tags(self, name: str) -> VersionChain:
         return VersionChain(self._folder / "tags" / name)
 
-    def _facts(self, base_id: str, owner_id: str) -> Path:
-        return self._folder / TENSOR_FACTS / base_id / owner_id
+
+# One verb reads these several times for every expert, and sensors at each tick.
+@lru_cache(maxsize=512)
+def _side_digests(path: Path, _version: Version) -> Mapping[SideStamp, str] | None:
+    return read_facts(path, lambda data: tables.decode_side_files(data, str(path)))
+
+
+@lru_cache(maxsize=512)
+def _checkpoint(path: Path, _version: Version, name: str, root: str) -> Checkpoint | None:
+    return read_facts(path, lambda data: tables.decode_checkpoint(data, str(path), name, root))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from mergepipe_pipeline.catalog.file_checks import is_good
+from mergepipe_pipeline.catalog.seals import is_good
 from mergepipe_pipeline.catalog.views import FILES, VIEWS, Files, View
 from mergepipe_pipeline.concurrency.threads import cores
 from mergepipe_pipeline.errors import MergePipeError
@@ -169,7 +169,7 @@ def _create_views(
             source = f"{name}_rows"
             of_view = rows[name]() if name in named and name in rows else ()
             connection.register(source, _table(view, of_view))
-        connection.execute(f"CREATE VIEW {name} AS SELECT {', '.join(view.columns)} FROM {source}")
+        connection.execute(f"CREATE VIEW {name} AS SELECT {view.select} FROM {source}")
 
 
 def _dataset(paths: Iterable[Path], files: Files) -> ds.Dataset:

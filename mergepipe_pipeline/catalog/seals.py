@@ -2,12 +2,11 @@
 
 Rows that are made for tokens are weights: `STEM.SEAL.safetensors`.
 
-The seal is BLAKE3 over the file's bytes, or, of a file that is read in parts (see `row_groups`),
-over its footer; and over the place: the names of two folders and the stem, which say whose facts
+The seal is BLAKE3 over the file's bytes, of a Parquet file over its footer, which has the digest of
+all before it; and over the place: the names of two folders and the stem, which say whose facts
 these are. So a file that got another's name is as wrong as one whose bytes changed. A file that is
 not what its name says counts as unknown: its facts can be computed again from the weights, and
-equal facts have equal names, so that the next writer mends it. Older files, whose seals cover bytes
-alone, are read.
+equal facts have equal names, so that the next writer mends it.
 """
 
 from __future__ import annotations
@@ -22,6 +21,9 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TypeVar
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from mergepipe_pipeline.digest import blake3_hex, new_content_hash
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.storage.atomic import remove_tree, write_atomic
@@ -29,6 +31,11 @@ from mergepipe_pipeline.storage.atomic import remove_tree, write_atomic
 _LOG = logging.getLogger("mergepipe")
 _SEALED = re.compile(r"(?P<stem>.+)\.(?P<seal>[0-9a-f]{32})\.(parquet|safetensors)")
 _SEAL_HEX = 32
+#: Key in a footer of the digest of all bytes before it.
+BODY_KEY = b"mergepipe.body"
+MAGIC = b"PAR1"
+#: The footer's length and the magic number.
+_END_NBYTES = 8
 #: Errors of damaged sectors, checksums and names.
 _DAMAGE = frozenset({errno.EIO, errno.EBADMSG, errno.EISDIR})
 #: Bytes read at once where a file is only checked.
@@ -41,8 +48,22 @@ T = TypeVar("T")
 
 
 def seal_of(data: bytes | memoryview, place: str = "") -> str:
-    """The first 32 hexadecimal characters of BLAKE3 over bytes and a file's `place_of`."""
-    return blake3_hex(data, place.encode())[:_SEAL_HEX]
+    """The seal of a file's bytes at its `place_of`, 32 hexadecimal characters."""
+    nbytes = footer_nbytes(data[-_END_NBYTES:], len(data))
+    return blake3_hex(data[-nbytes:] if nbytes else data, place.encode())[:_SEAL_HEX]
+
+
+def body_digest(data: bytes | memoryview) -> str:
+    """What the footer of a Parquet file says of the bytes before it."""
+    return blake3_hex(data)[:_SEAL_HEX]
+
+
+def footer_nbytes(end: bytes | memoryview, nbytes: int) -> int:
+    """The length of a Parquet file's footer, by its last bytes; 0 for a file that has none."""
+    if len(end) < _END_NBYTES or end[-4:] != MAGIC:
+        return 0
+    footer = int.from_bytes(end[-_END_NBYTES:-4], "little") + _END_NBYTES
+    return footer if footer <= nbytes else 0
 
 
 def place_of(folder: Path, stem: str) -> str:
@@ -51,23 +72,55 @@ def place_of(folder: Path, stem: str) -> str:
 
 
 def check_seal(path: Path, data: bytes | memoryview, of: str = "") -> None:
-    """Raise CorruptionError if these bytes `of` a file are not what its name seals."""
+    """Raise CorruptionError if these bytes, or this footer, are not what the file's name seals."""
     stem, seal = name_parts(path)
     own_seal = seal_of(data, place_of(path.parent, stem))
-    if seal not in (own_seal, seal_of(data)):
+    if seal != own_seal:
         raise damaged(path, f"BLAKE3 {seal}{of}", own_seal)
 
 
-def is_sealed(path: Path) -> bool:
-    """As `check_seal` of all bytes, read in small parts; says whether the seal is theirs."""
-    hasher = new_content_hash()
+def verify_sealed(path: Path) -> None:
+    """Check every byte of a file, read in small parts; changes nothing.
+
+    Raises CorruptionError and FileNotFoundError.
+    """
     with readable(path), path.open("rb") as file:
-        while part := file.read(_PART_NBYTES):
+        file_nbytes = os.fstat(file.fileno()).st_size
+        file.seek(max(0, file_nbytes - _END_NBYTES))
+        nbytes = footer_nbytes(file.read(_END_NBYTES), file_nbytes)
+        hasher, left = new_content_hash(), file_nbytes - nbytes
+        file.seek(0)
+        while left and (part := file.read(min(left, _PART_NBYTES))):
             hasher.update(part)
+            left -= len(part)
+        footer = file.read()
+    if nbytes:
+        check_seal(path, footer, " of the footer")
+        _check_body(path, footer, hasher.hexdigest()[:_SEAL_HEX])
+        return
     stem, seal = name_parts(path)
-    older = hasher.hexdigest()[:_SEAL_HEX]
     hasher.update(place_of(path.parent, stem).encode())
-    return seal in (hasher.hexdigest()[:_SEAL_HEX], older)
+    if seal != (own_seal := hasher.hexdigest()[:_SEAL_HEX]):
+        raise damaged(path, f"BLAKE3 {seal}", own_seal)
+
+
+def is_good(path: Path) -> bool:
+    """Whether a file of facts is as it was written; says it if not, and leaves it."""
+    try:
+        verify_sealed(path)
+    except FileNotFoundError:
+        return False
+    except CorruptionError as error:
+        warn_once(path, error)
+        return False
+    return True
+
+
+def _check_body(path: Path, footer: bytes | memoryview, digest: str) -> None:
+    """Raise CorruptionError unless the (right) footer of a file names this digest of its body."""
+    found = (pq.read_metadata(pa.BufferReader(MAGIC + bytes(footer))).metadata or {}).get(BODY_KEY)
+    if found is None or found.decode() != digest:
+        raise damaged(path, f"BLAKE3 {found.decode() if found else 'in the footer'}", digest)
 
 
 def sealed_path(folder: Path, stem: str, seal: str, suffix: str = "parquet") -> Path:
@@ -78,7 +131,7 @@ def sealed_path(folder: Path, stem: str, seal: str, suffix: str = "parquet") -> 
 def write_sealed(
     folder: Path, stem: str, data: bytes, seal: str | None = None, suffix: str = "parquet"
 ) -> Path:
-    """Write a file under its seal (default: of all its bytes); mends a damaged equal one.
+    """Write a file under its seal, or one that is given; mends a damaged equal one.
 
     Raises StorageFullError.
     """
@@ -114,6 +167,9 @@ def read_sealed(path: Path) -> bytes:
     with readable(path):
         data = path.read_bytes()
     check_seal(path, data)
+    if nbytes := footer_nbytes(data[-_END_NBYTES:], len(data)):
+        view = memoryview(data)
+        _check_body(path, view[-nbytes:], body_digest(view[:-nbytes]))
     return data
 
 

@@ -1,8 +1,8 @@
-"""Statistics to Parquet bytes and back: a table of tensors and one of blocks."""
+"""Statistics to Parquet bytes and back: a row is a tensor of an expert against one of the base."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -11,193 +11,171 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from mergepipe_pipeline.arrays import I64Array, U16Array
-from mergepipe_pipeline.catalog.arrow_tables import NOISE, corruption_named, decode, encode
-from mergepipe_pipeline.catalog.seals import seal_of
-from mergepipe_pipeline.domain.blocks import BlockGrid
-from mergepipe_pipeline.domain.stats import SAMPLE_WIDTH, SKETCH_WIDTH, ExpertStats, TensorStats
-from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.catalog.arrow_tables import Key, encode_groups
+from mergepipe_pipeline.domain.stats import (
+    SAMPLE_WIDTH,
+    SKETCH_WIDTH,
+    ExpertStats,
+    Magnitudes,
+    TensorStats,
+)
 
 #: Bins and their counts, as `TensorStats` has them.
 Histogram = tuple[U16Array, I64Array]
-_HISTOGRAM = ("hist_bins", "hist_counts")
 
-TENSOR_STATS = pa.schema(
+_SCALARS = {
+    "tensor": pa.string(),
+    "base_tensor": pa.string(),
+    "digest": pa.string(),
+    "base_digest": pa.string(),
+    "dtype": pa.string(),
+    "base_dtype": pa.string(),
+    "numel": pa.int64(),
+    "l1": pa.float64(),
+    "l2sq": pa.float64(),
+    "max_abs": pa.float64(),
+    "nonzero": pa.int64(),
+}
+_ARRAYS = {
+    "hist_bins": pa.uint16(),
+    "hist_counts": pa.int64(),
+    "block_l2sq": pa.float64(),
+    "block_max_abs": pa.float32(),
+    "block_nonzero": pa.int64(),
+    "block_positive": pa.int64(),
+}
+#: Rows of so many numbers of 16 bits: in Parquet, these would take 32.
+_ROWS = {"block_sketch": SKETCH_WIDTH, "block_sample": SAMPLE_WIDTH}
+#: What `without` names, as columns.
+_COLUMNS = {
+    "sketch": ("block_sketch",),
+    "sample": ("block_sample",),
+    "hist": ("hist_bins", "hist_counts"),
+}
+#: Null where they are not known; entries per block, and all of the tensor's.
+MAGNITUDES = {"entries": pa.uint32(), "bits": pa.uint32(), "counts": pa.uint32()}
+
+PAIR_STATS = pa.schema(
     [
-        ("tensor", pa.string()),
-        ("base_tensor", pa.string()),
-        ("digest", pa.string()),
-        ("base_digest", pa.string()),
-        ("dtype", pa.string()),
-        ("base_dtype", pa.string()),
-        ("numel", pa.int64()),
-        ("l1", pa.float64()),
-        ("l2sq", pa.float64()),
-        ("max_abs", pa.float64()),
-        ("nonzero", pa.int64()),
-        ("hist_bins", pa.list_(pa.uint16())),
-        ("hist_counts", pa.list_(pa.int64())),
+        *_SCALARS.items(),
+        *((name, pa.list_(type_)) for name, type_ in _ARRAYS.items()),
+        *((name, pa.list_(pa.binary(2 * width))) for name, width in _ROWS.items()),
+        *((name, pa.list_(type_)) for name, type_ in MAGNITUDES.items()),
     ]
 )
-BLOCK_STATS = pa.schema(
-    [
-        ("tensor", pa.string()),
-        ("base_tensor", pa.string()),
-        ("block", pa.int64()),
-        ("l2sq", pa.float64()),
-        ("max_abs", pa.float32()),
-        ("nonzero", pa.int64()),
-        ("positive", pa.int64()),
-        ("sketch", pa.binary(2 * SKETCH_WIDTH)),
-        ("sample", pa.binary(2 * SAMPLE_WIDTH)),
-    ]
-)
+#: Of an expert's facts in a row group.
+_GROUP_NBYTES = 1 << 22
 
 
-def encode_stats(
-    stats: ExpertStats,
-    magnitudes_seal: str | None = None,
-    seal_blocks: Callable[[bytes], str] = seal_of,
-) -> tuple[bytes, bytes]:
-    """Parquet bytes of the tensor rows and of the block rows, in the same order of tensors.
+def encode_stats(stats: ExpertStats) -> bytes:
+    """Parquet bytes of statistics: what is read alone lies together."""
+    paths = {f.name: f.name + (".list.element" if f.type.num_fields else "") for f in PAIR_STATS}
+    # Sketches and samples are noise, which compression only makes slower to read. Of sorted numbers
+    # the upper bytes are nearly all alike: side by side they take no room. lz4 is read three times
+    # as fast as zstd, which takes two thirds of the room.
+    kinds = dict.fromkeys(_ROWS, "none") | dict.fromkeys(MAGNITUDES, "lz4")
+    return encode_groups(
+        PAIR_STATS,
+        _groups(stats.tensors),
+        {"block_elems": stats.block_elems},
+        compression={path: kinds.get(name, "zstd") for name, path in paths.items()},
+        encoding={paths[name]: "BYTE_STREAM_SPLIT" for name in ("bits", "counts")},
+    )
 
-    The tensor rows name the seals of the other files of their analysis.
-    """
-    ts = stats.tensors
-    meta = {
-        "base_id": stats.base_id,
-        "checkpoint_id": stats.checkpoint_id,
-        "block_elems": stats.block_elems,
+
+def _groups(tensors: Sequence[TensorStats]) -> Iterator[tuple[Key, pa.Table]]:
+    some: list[TensorStats] = []
+    nbytes = 0
+    for number, t in enumerate(tensors, 1):
+        some.append(t)
+        m = t.block_magnitudes
+        nbytes += t.block_sketch.nbytes + t.block_sample.nbytes + (m.bits.nbytes * 2 if m else 0)
+        if nbytes >= _GROUP_NBYTES or number == len(tensors):
+            yield tuple((t.tensor, t.base_tensor) for t in some), _table(some)
+            some, nbytes = [], 0
+
+
+def _table(tensors: Sequence[TensorStats]) -> pa.Table:
+    columns = {c: pa.array([getattr(t, c) for t in tensors], _SCALARS[c]) for c in _SCALARS}
+    columns |= {c: _lists([getattr(t, c) for t in tensors], pa.array) for c in _ARRAYS}
+    columns |= {c: _lists([getattr(t, c) for t in tensors], _packed) for c in _ROWS}
+    magnitudes = [t.block_magnitudes for t in tensors]
+    entries = [None if m is None else np.diff(m.edges).astype(np.uint32) for m in magnitudes]
+    columns["entries"] = _lists(entries, pa.array)
+    for name in ("bits", "counts"):
+        columns[name] = _lists([None if m is None else getattr(m, name) for m in magnitudes])
+    return pa.table(columns, schema=PAIR_STATS)
+
+
+def _lists(parts: Sequence[npt.NDArray[Any] | None], to_arrow: Any = pa.array) -> pa.ListArray:
+    """A list per part; null for none."""
+    known = [p for p in parts if p is not None]
+    ends = np.cumsum([0, *(0 if p is None else len(p) for p in parts)]).astype(np.int32)
+    values = np.concatenate(known) if known else np.zeros(0, np.uint32)
+    mask = pa.array([p is None for p in parts]) if len(known) < len(parts) else None
+    return pa.ListArray.from_arrays(pa.array(ends), to_arrow(values), mask=mask)
+
+
+def _packed(rows: U16Array) -> pa.FixedSizeBinaryArray:
+    """Rows of numbers as little-endian bytes."""
+    data = [None, pa.py_buffer(rows.astype("<u2").tobytes())]
+    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(2 * rows.shape[1]), len(rows), data)
+
+
+def columns_without(without: Collection[str] = ()) -> list[str]:
+    """The columns to read of statistics without some ("sketch", "sample", "hist")."""
+    left = {column for name in without for column in _COLUMNS[name]} | MAGNITUDES.keys()
+    return [name for name in PAIR_STATS.names if name not in left]
+
+
+def decode_stats(table: pa.Table) -> list[TensorStats]:
+    """The statistics of rows of `PAIR_STATS`, empty where a column was not read."""
+    empty: dict[str, Any] = {c: np.zeros(0, _ARRAYS[c].to_pandas_dtype()) for c in _ARRAYS}
+    empty |= {c: np.zeros((0, width), np.uint16) for c, width in _ROWS.items()}
+    there = set(table.column_names)
+    arrays: dict[str, list[Any]] = {
+        c: _split(table, c) if c in there else [none] * len(table) for c, none in empty.items()
     }
-    columns = TENSOR_STATS.names
-    tensors = pa.table({c: [getattr(t, c) for t in ts] for c in columns}, schema=TENSOR_STATS)
-    counts = [len(t.block_l2sq) for t in ts]
-
-    def repeated(names: list[str]) -> Any:
-        return np.repeat(np.array(names, dtype=object), counts)
-
-    blocks = pa.table(
-        {
-            "tensor": repeated([t.tensor for t in ts]),
-            "base_tensor": repeated([t.base_tensor for t in ts]),
-            "block": np.concatenate([np.arange(n) for n in counts]),
-            "l2sq": np.concatenate([t.block_l2sq for t in ts]),
-            "max_abs": np.concatenate([t.block_max_abs for t in ts]),
-            "nonzero": np.concatenate([t.block_nonzero for t in ts]),
-            "positive": np.concatenate([t.block_positive for t in ts]),
-            "sketch": _packed([t.block_sketch for t in ts], SKETCH_WIDTH),
-            "sample": _packed([t.block_sample for t in ts], SAMPLE_WIDTH),
-        }
-        if ts
-        else {name: [] for name in BLOCK_STATS.names},
-        schema=BLOCK_STATS,
-    )
-    packed = encode(blocks, meta)
-    seals = {"blocks": seal_blocks(packed), "magnitudes": magnitudes_seal}
-    return encode(tensors, meta | seals), packed
-
-
-def decode_pairs(data: bytes, where: str) -> tuple[frozenset[tuple[str, str]], str, str | None]:
-    """The (expert's tensor, base's tensor) of tensor rows, and two seals that they name.
-
-    These are of the files of blocks and of magnitudes, if any. Raises CorruptionError.
-    """
-    columns = ("tensor", "base_tensor")
-    table, meta = decode(data, where, TENSOR_STATS, columns)
-    tensors, base_tensors = (table[c].to_pylist() for c in columns)
-    with corruption_named(where):
-        return (
-            frozenset(zip(tensors, base_tensors, strict=True)),
-            meta["blocks"],
-            meta["magnitudes"],
-        )
-
-
-def decode_stats(
-    tensors: bytes,
-    blocks: bytes,
-    tensors_where: str,
-    blocks_where: str,
-    without: Collection[str] = (),
-) -> ExpertStats:
-    """The statistics of `encode_stats`, some columns left empty. Raises CorruptionError."""
-    wide = () if "hist" in without else _HISTOGRAM
-    scalars = [c for c in TENSOR_STATS.names if not c.startswith("hist_")]
-    table, meta = decode(tensors, tensors_where, TENSOR_STATS, (*scalars, *wide))
-    plain = ("l2sq", "max_abs", "nonzero", "positive")
-    noise = tuple(c for c in NOISE if c not in without)
-    block_table, _ = decode(blocks, blocks_where, BLOCK_STATS, (*plain, *noise))
-    arrays = {c: _numbers(block_table[c]) for c in plain}
-    for column, width in zip(NOISE, (SKETCH_WIDTH, SAMPLE_WIDTH), strict=True):
-        is_read = column in noise
-        arrays[column] = (
-            _unpacked(block_table[column], width) if is_read else np.zeros((0, width), np.uint16)
-        )
-    none = np.zeros(0, np.uint16), np.zeros(0, np.int64)
-    histograms = [_split(table[c]) for c in wide] or [[empty] * len(table) for empty in none]
-    rows = table.select(scalars).to_pylist()
-    grid = BlockGrid(meta["block_elems"])
-    out, a = [], 0
-    for r, hist_bins, hist_counts in zip(rows, *histograms, strict=True):
-        b = a + grid.count(r["numel"])
-        per_block = {f"block_{c}": v[a:b] for c, v in arrays.items()}
-        out.append(TensorStats(**r, hist_bins=hist_bins, hist_counts=hist_counts, **per_block))
-        a = b
-    if a != len(block_table):
-        raise CorruptionError(
-            "Two catalog files disagree",
-            where=blocks_where,
-            expected=f"{a} blocks, as {tensors_where} implies",
-            found=f"{len(block_table)} blocks",
-            next_step="delete both files; `mergepipe analyze` makes them again",
-        )
-    return ExpertStats(meta["base_id"], meta["checkpoint_id"], meta["block_elems"], tuple(out))
-
-
-def decode_histograms(tensors: bytes, where: str) -> dict[tuple[str, str], Histogram]:
-    """The histograms of `encode_stats` by (expert's tensor, base's tensor).
-
-    They are in the tensors' file, which is small beside that of blocks. Raises CorruptionError.
-    """
-    table, _ = decode(tensors, where, TENSOR_STATS, ("tensor", "base_tensor", *_HISTOGRAM))
-    names = zip(table["tensor"].to_pylist(), table["base_tensor"].to_pylist(), strict=True)
-    bins, counts = (_split(table[column]) for column in _HISTOGRAM)
-    return dict(zip(names, zip(bins, counts, strict=True), strict=True))
-
-
-def _packed(parts: Sequence[U16Array], width: int) -> pa.FixedSizeBinaryArray:
-    """Rows of `width` numbers as little-endian bytes."""
-    rows = np.concatenate(parts).astype("<u2")
-    return pa.FixedSizeBinaryArray.from_buffers(
-        pa.binary(2 * width), len(rows), [None, pa.py_buffer(rows.tobytes())]
-    )
-
-
-def _unpacked(column: pa.ChunkedArray, width: int) -> U16Array:
-    """The rows of `_packed`."""
-    chunks = [
-        np.frombuffer(c.buffers()[1], "<u2").reshape(-1, width)[c.offset : c.offset + len(c)]
-        for c in column.chunks
-        if len(c)
+    return [
+        TensorStats(**row, **{c: of_rows[number] for c, of_rows in arrays.items()})
+        for number, row in enumerate(table.select(list(_SCALARS)).to_pylist())
     ]
-    if not chunks:
-        return np.zeros((0, width), np.uint16)
-    return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
 
 
-def _numbers(column: pa.ChunkedArray) -> Any:
-    """A column without nulls as it lies; `to_numpy` of a column imports pandas where it is."""
-    chunks = [np.from_dlpack(c) for c in column.chunks]
-    return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
+def decode_histograms(table: pa.Table) -> dict[tuple[str, str], Histogram]:
+    """The histograms of rows, by (expert's tensor, base's tensor)."""
+    histograms = zip(*(_split(table, column) for column in _COLUMNS["hist"]), strict=True)
+    return dict(zip(_pairs(table), histograms, strict=True))
 
 
-def _split(column: pa.ChunkedArray) -> list[npt.NDArray[Any]]:
-    """The lists of a column as arrays."""
-    lists = column.combine_chunks()
-    values, edges = np.from_dlpack(lists.values), np.from_dlpack(lists.offsets)
+def decode_magnitudes(table: pa.Table) -> Iterator[tuple[tuple[str, str], Magnitudes]]:
+    """The magnitudes of rows that have some, by (expert's tensor, base's tensor)."""
+    known = table["bits"].is_valid().to_pylist()
+    arrays = zip(*(_split(table, column) for column in MAGNITUDES), strict=True)
+    for pair, is_known, (entries, bits, counts) in zip(_pairs(table), known, arrays, strict=True):
+        if is_known and len(entries):
+            edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(entries, dtype=np.int64)])
+            yield pair, Magnitudes(edges, bits, counts)
+
+
+def _pairs(table: pa.Table) -> list[tuple[str, str]]:
+    names = (table[column].to_pylist() for column in ("tensor", "base_tensor"))
+    return list(zip(*names, strict=True))
+
+
+def _split(table: pa.Table, column: str) -> list[npt.NDArray[Any]]:
+    """The lists of a column as arrays; empty for null."""
+    lists = table[column].combine_chunks()
+    if isinstance(lists, pa.ChunkedArray):  # of no chunk, or of more than one can hold
+        return [part for chunk in lists.chunks for part in _split_chunk(chunk, column)]
+    return _split_chunk(lists, column)
+
+
+def _split_chunk(lists: pa.ListArray, column: str) -> list[npt.NDArray[Any]]:
+    edges = np.from_dlpack(lists.offsets)
+    if column not in _ROWS:
+        values = np.from_dlpack(lists.values)
+    else:
+        numbers = np.frombuffer(lists.values.buffers()[1] or b"", "<u2")
+        values = numbers.reshape(-1, _ROWS[column])[lists.values.offset :]
     return [values[a:b] for a, b in pairwise(edges)]
-
-
-def decode_rows(data: bytes, where: str, columns: Sequence[str]) -> list[tuple[Any, ...]]:
-    """Some columns of tensor statistics, as rows. Raises CorruptionError."""
-    table, _ = decode(data, where, TENSOR_STATS, columns)
-    return list(zip(*(table[c].to_pylist() for c in columns), strict=True))

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pyarrow as pa
 
 from mergepipe_pipeline.catalog import arrow_tables as tables
-from mergepipe_pipeline.catalog import stats_tables
-from mergepipe_pipeline.catalog.formats import BLOCK_STATS, CHECKPOINTS, DIGESTS, TENSOR_FACTS
+from mergepipe_pipeline.catalog.contents import SEGMENTS
+from mergepipe_pipeline.catalog.formats import CHECKPOINTS, CONTENTS, FACTS
+from mergepipe_pipeline.catalog.stats_tables import PAIR_STATS
 
-_STATS = r"(?P<base_id>[^/]+)/(?P<checkpoint_id>[^/.]+)\.b(?P<block_elems>\d+)"
+_PAIR_FOLDER = r"/(?P<base_id>[^/]+)/(?P<checkpoint_id>[^/]+)/"
+_CHECKPOINT = r"/(?P<checkpoint_id>[^/.]+)"
 _SEALED = r"\.[0-9a-f]{32}\.parquet$"
 
 
@@ -45,39 +47,36 @@ class View:
     """`what` one row is, and column name to meaning; rows are of the files `source`.
 
     Without a source, rows are handed to the query by whoever knows them, in the order of `types`.
+    `of_lists` gives the columns that are one row for each entry of a list.
     """
 
     what: str
     columns: Mapping[str, str]
     source: str | None = None
     types: tuple[pa.DataType, ...] = ()
+    of_lists: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def select(self) -> str:
+        """The columns as a SELECT list."""
+        lists = {name: f"unnest({of}) AS {name}" for name, of in self.of_lists.items()}
+        return ", ".join(lists.get(name, name) for name in self.columns)
 
 
 FILES = {
     "tensor_files": Files(
-        tables.TENSORS,
-        f"{CHECKPOINTS}/*.parquet",
-        re.compile(r"(?P<checkpoint_id>[^/.]+)" + _SEALED),
+        tables.TENSORS, f"{CHECKPOINTS}/*.parquet", re.compile(_CHECKPOINT + _SEALED)
     ),
-    "digest_files": Files(
-        tables.DIGESTS,
-        f"{DIGESTS}/*.parquet",
-        re.compile(r"(?P<checkpoint_id>[^/.]+)" + _SEALED),
-    ),
-    "tensor_stat_files": Files(
-        stats_tables.TENSOR_STATS,
-        f"{BLOCK_STATS}/*/*.tensors.*.parquet",
-        re.compile(_STATS + r"\.tensors" + _SEALED),
-    ),
-    "block_stat_files": Files(
-        stats_tables.BLOCK_STATS,
-        f"{BLOCK_STATS}/*/*.blocks.*.parquet",
-        re.compile(_STATS + r"\.blocks" + _SEALED),
+    "digest_files": Files(SEGMENTS, f"{CONTENTS}/*.parquet", re.compile(_CHECKPOINT + _SEALED)),
+    "stat_files": Files(
+        PAIR_STATS,
+        f"{FACTS}/*/*/b*.parquet",
+        re.compile(_PAIR_FOLDER + r"b(?P<block_elems>\d+)" + _SEALED),
     ),
     "fact_files": Files(
         tables.FACTS,
-        f"{TENSOR_FACTS}/*/*/*.parquet",
-        re.compile(r"(?P<base_id>[^/]+)/(?P<checkpoint_id>[^/]+)/(?P<key>[^/]+)" + _SEALED),
+        f"{FACTS}/*/*/*.parquet",
+        re.compile(_PAIR_FOLDER + r"(?!b\d+\.)(?P<key>[^/]+)" + _SEALED),
     ),
 }
 
@@ -91,6 +90,7 @@ _BLOCK = _PAIR | {
     "base_tensor": "the base's tensor",
     "block": "number of the block, from 0",
 }
+_BLOCKS = {"block": "range(len(block_l2sq))"}
 _TEXT, _INT, _REAL, _FLAG = pa.string(), pa.int64(), pa.float64(), pa.bool_()
 
 VIEWS = {
@@ -145,7 +145,7 @@ VIEWS = {
             "digest": "BLAKE3 of the expert's bytes, empty if not seen whole",
             "base_digest": "the same of the base's",
         },
-        "tensor_stat_files",
+        "stat_files",
     ),
     "tensor_histograms": View(
         "one row per tensor of an analysed expert: how large its δ are",
@@ -157,7 +157,7 @@ VIEWS = {
             "hist_bins": "occupied bins, ascending: the upper 16 bits of float32 |δ|",
             "hist_counts": "elements in each",
         },
-        "tensor_stat_files",
+        "stat_files",
     ),
     "block_stats": View(
         "one row per block of an analysed expert",
@@ -168,7 +168,9 @@ VIEWS = {
             "nonzero": "elements with δ ≠ 0; 0 for a block that need not be read",
             "positive": "elements with δ > 0",
         },
-        "block_stat_files",
+        "stat_files",
+        of_lists=_BLOCKS
+        | {name: f"block_{name}" for name in ("l2sq", "max_abs", "nonzero", "positive")},
     ),
     "block_sketches": View(
         "one row per block of an analysed expert: what conflicts are estimated from",
@@ -177,7 +179,8 @@ VIEWS = {
             "sketch": "random-sign sums of δ: bfloat16, little-endian bytes",
             "sample": "δ at fixed elements: bfloat16, little-endian bytes",
         },
-        "block_stat_files",
+        "stat_files",
+        of_lists=_BLOCKS | {"sketch": "block_sketch", "sample": "block_sample"},
     ),
     "facts": View(
         "one row per tensor and fact that an operator asked for, or that `compare` measured",

@@ -11,12 +11,10 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import asdict
 from threading import RLock
 
-from mergepipe_pipeline.catalog.segment_files import SegmentFiles
+from mergepipe_pipeline.catalog.contents import SegmentFiles
 from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.contents.tensor_digests import (
-    Known,
     ensure_digests,
-    put_taken,
     refuse_damaged_result,
     take_segments,
 )
@@ -135,7 +133,8 @@ class Inputs:
 
     def _of(self, owner_id: str) -> SegmentFiles:
         if owner_id not in self._files:
-            self._files[owner_id] = SegmentFiles(self._warehouse.catalog_dir, owner_id, self._elems)
+            contents = self._warehouse.catalog.contents(owner_id)
+            self._files[owner_id] = contents.segments(self._elems)
         return self._files[owner_id]
 
     def _opened(self, number: int) -> Checkpoint:
@@ -150,8 +149,8 @@ class Inputs:
         checkpoint_id = self._sources[number].checkpoint_id
         files = self._of(checkpoint_id)
         if missing := {name for name in names if name not in files}:
-            opened = Known(checkpoint_id, self._opened(number))
-            take_segments(self._warehouse, opened, self._elems, missing)
+            opened = self._opened(number)
+            take_segments(self._warehouse, opened, checkpoint_id, self._elems, missing)
             del self._files[checkpoint_id]
 
     def _ensure_view(self, view: TensorView) -> None:
@@ -163,7 +162,7 @@ class Inputs:
 
         checkpoints = {p.source: self._opened(p.source) for p in view.stored}
         taken = digest_view(view, checkpoints, self._elems, self)
-        put_taken(self._warehouse, view_id, {view.name: (taken,)})
+        self._warehouse.catalog.contents(view_id).put({view.name: (taken,)})
         del self._files[view_id]
 
 

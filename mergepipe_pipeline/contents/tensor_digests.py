@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from mergepipe_pipeline.catalog.catalog import Catalog
-from mergepipe_pipeline.catalog.segment_files import SegmentFiles, put_segments
 from mergepipe_pipeline.contents.places import Places, place_of
 from mergepipe_pipeline.digest import SEGMENT_DIGEST_NBYTES, digest_json
 from mergepipe_pipeline.domain.blocks import BlockGrid
@@ -29,38 +27,32 @@ from mergepipe_pipeline.warehouse import Warehouse
 _CHECKED = set[tuple[str, str]]()
 
 
-class Known(NamedTuple):
-    """A checkpoint under the id by which the catalog knows it."""
-
-    checkpoint_id: str
-    checkpoint: Checkpoint
-
-
 def ensure_digests(
     warehouse: Warehouse, checkpoint: Checkpoint, progress: Progress | None = None
 ) -> Mapping[str, str]:
     """The digest of every tensor of a checkpoint, from the catalog or by one pass over it.
 
-    They follow from the digests of segments; only tensors without them are read. Raises
-    CorruptionError as `refuse_damaged_result`.
+    Only tensors whose segments are not known are read. Raises CorruptionError as
+    `refuse_damaged_result`.
     """
-    catalog = warehouse.catalog
+    from mergepipe_pipeline.analysis.digests import digest_checkpoint
+
     verify_place(warehouse, checkpoint, progress)
-    stored = catalog.digests(checkpoint.checkpoint_id)
-    if stored is not None:
+    files = warehouse.catalog.contents(checkpoint.checkpoint_id)
+    if (stored := files.digests()) is not None:
         return stored
-    files = SegmentFiles(warehouse.catalog_dir, checkpoint.checkpoint_id, COARSE_ELEMS)
-    unread = {t.name for t in checkpoint.tensors if t.name not in files}
+    unread = [t for t in checkpoint.tensors if t.name not in files.known()]
+    taken: dict[str, tuple[Segments, ...]] = {}
     if unread:
         refuse_damaged_result(warehouse, checkpoint, progress)
-    taken = _take(warehouse, checkpoint, unread, progress) if unread else {}
-    digests = {
-        t.name: taken.get(t.name) or Segments(COARSE_ELEMS, files[t.name]).content
-        for t in checkpoint.tensors
-    }
-    catalog.put_digests(checkpoint.checkpoint_id, digests)
+        levels = levels_for(BlockGrid.for_numel(checkpoint.numel).block_elems)
+        nbytes = sum(t.nbytes for t in unread)
+        with (progress or Silent()).task(f"digest {checkpoint.name}", nbytes) as advance:
+            names = {t.name for t in unread}
+            taken = digest_checkpoint(checkpoint, advance, levels=levels, names=names)
+    files.put(taken, checkpoint.by_name)
     verify_place(warehouse, checkpoint, progress)  # they may have changed while they were read
-    return digests
+    return files.known()
 
 
 def verify_place(
@@ -76,7 +68,7 @@ def verify_place(
     places = Places(warehouse, checkpoint.checkpoint_id)
     if place is None or place in places:
         return
-    is_known = bool(_known(warehouse, checkpoint))
+    is_known = bool(warehouse.catalog.contents(checkpoint.checkpoint_id).known())
     if not is_known and places.claim(place, checkpoint.root):
         return
     first = places.first()
@@ -87,16 +79,6 @@ def verify_place(
     refuse_changed_tensors(warehouse, checkpoint, progress)
     if place_of(warehouse, checkpoint) == place:
         places.add(place, checkpoint.root)
-
-
-def _known(warehouse: Warehouse, checkpoint: Checkpoint) -> Mapping[str, str]:
-    """The digests of a checkpoint's tensors: of those that an analysis got to, if it was killed."""
-    digests = warehouse.catalog.digests(checkpoint.checkpoint_id)
-    if digests is not None:
-        return digests
-    files = SegmentFiles(warehouse.catalog_dir, checkpoint.checkpoint_id, COARSE_ELEMS)
-    names = (t.name for t in checkpoint.tensors if t.name in files)
-    return {name: Segments(COARSE_ELEMS, files[name]).content for name in names}
 
 
 def refuse_damaged_result(
@@ -124,7 +106,8 @@ def refuse_changed_tensors(
     """
     from mergepipe_pipeline.analysis.digests import digest_checkpoint
 
-    known, catalog = _known(warehouse, checkpoint), warehouse.catalog
+    files = warehouse.catalog.contents(checkpoint.checkpoint_id)
+    known = files.known()
     with (progress or Silent()).task(f"verify {checkpoint.name}", checkpoint.nbytes) as advance:
         taken = digest_checkpoint(checkpoint, advance)
     for name, (segments,) in taken.items():
@@ -135,10 +118,8 @@ def refuse_changed_tensors(
             if first is not None and first.root != checkpoint.root:
                 error.expected = f"{error.expected}, as it was read at {first.root}"
             raise error
-    if catalog.digests(checkpoint.checkpoint_id) is None:
-        put_taken(warehouse, checkpoint.checkpoint_id, taken)
-        digests = {name: segments.content for name, (segments,) in taken.items()}
-        catalog.put_digests(checkpoint.checkpoint_id, digests)
+    if files.digests() is None:
+        files.put(taken, checkpoint.by_name)
 
 
 def wrong_elements(
@@ -146,7 +127,7 @@ def wrong_elements(
 ) -> str:
     """Which elements of a tensor are not what they were, where the catalog knows it."""
     n = segments.segment_elems
-    recorded = SegmentFiles(warehouse.catalog_dir, checkpoint.checkpoint_id, n)
+    recorded = warehouse.catalog.contents(checkpoint.checkpoint_id).segments(n)
     if tensor not in recorded:
         return ""
     old = Segments(n, recorded[tensor])
@@ -167,68 +148,34 @@ def content_of(catalog: Catalog, checkpoint: Checkpoint) -> str:
     return digest_json([tensors, checkpoint.kind, checkpoint.adapter_config])
 
 
-def _take(
-    warehouse: Warehouse, checkpoint: Checkpoint, names: Collection[str], progress: Progress | None
-) -> dict[str, str]:
-    """Read tensors, store their segments, and give their digests."""
-    from mergepipe_pipeline.analysis.digests import digest_checkpoint
-
-    nbytes = sum(t.nbytes for t in checkpoint.tensors if t.name in names)
-    with (progress or Silent()).task(f"digest {checkpoint.name}", nbytes) as advance:
-        levels = levels_for(BlockGrid.for_numel(checkpoint.numel).block_elems)
-        taken = digest_checkpoint(checkpoint, advance, levels=levels, names=names)
-    put_taken(warehouse, checkpoint.checkpoint_id, taken)
-    return {name: segments.content for name, (segments, *_) in taken.items()}
-
-
-def put_taken(
-    warehouse: Warehouse, checkpoint_id: str, taken: Mapping[str, tuple[Segments, ...]]
-) -> None:
-    """Store the segments of tensors, all levels."""
-    by_level: dict[int, dict[str, bytes]] = {}
-    for name, levels in taken.items():
-        for segments in levels:
-            by_level.setdefault(segments.segment_elems, {})[name] = segments.digests
-    for segment_elems, digests in by_level.items():
-        put_segments(warehouse.catalog_dir, checkpoint_id, segment_elems, digests)
-
-
 def take_segments(
     warehouse: Warehouse,
-    identified: Known,
+    checkpoint: Checkpoint,
+    checkpoint_id: str,
     segment_elems: int,
     names: Collection[str],
 ) -> None:
-    """Take the segments of some tensors of a checkpoint from its files, and store them.
+    """Take the segments of some tensors from files that are known by an id, and store them.
 
     Raises CorruptionError if the files hold other bytes than were analysed.
     """
     from mergepipe_pipeline.analysis.digests import digest_checkpoint
 
-    checkpoint_id, checkpoint = identified
     levels = tuple(dict.fromkeys((COARSE_ELEMS, segment_elems)))
     taken = digest_checkpoint(checkpoint, levels=levels, names=names)
-    contents = Contents(warehouse)
+    files = warehouse.catalog.contents(checkpoint_id)
+    known = files.known()
     for name, (segments, *_) in taken.items():
-        contents.refuse_changed(identified, name, segments.content)
-    put_taken(warehouse, checkpoint_id, taken)
+        refuse_changed(known, checkpoint, name, segments.content)
+    files.put(taken)
 
 
-class Contents:
-    """What the tensors of checkpoints held before; the catalog is asked once for a checkpoint."""
-
-    def __init__(self, warehouse: Warehouse) -> None:
-        self._catalog = warehouse.catalog
-        self._digests: dict[str, Mapping[str, str]] = {}
-
-    def refuse_changed(self, identified: Known, tensor: str, content: str) -> None:
-        """Raise CorruptionError if a tensor that was read has other content than it had before."""
-        digests = self._digests.get(identified.checkpoint_id)
-        if digests is None:
-            digests = self._catalog.digests(identified.checkpoint_id) or {}
-            self._digests[identified.checkpoint_id] = digests
-        if digests.get(tensor, content) != content:
-            raise _changed(identified.checkpoint, tensor, digests[tensor], content)
+def refuse_changed(
+    known: Mapping[str, str], checkpoint: Checkpoint, tensor: str, content: str
+) -> None:
+    """Raise CorruptionError if a tensor that was read has other content than is known."""
+    if known.get(tensor, content) != content:
+        raise _changed(checkpoint, tensor, known[tensor], content)
 
 
 def _changed(

@@ -9,7 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from mergepipe_pipeline.catalog.pairs import Pair
+from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.prefetch import prefetch
+from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests, verify_place
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.model import Model
@@ -17,10 +20,10 @@ from mergepipe_pipeline.domain.operator import Choosing, Fact, Response
 from mergepipe_pipeline.domain.plan import TensorTask
 from mergepipe_pipeline.domain.recipe import Budget, Recipe, TensorRecipe
 from mergepipe_pipeline.domain.stats import ExpertStats
-from mergepipe_pipeline.facts.expert import ExpertFacts, FactTables, Load, Sparsified
-from mergepipe_pipeline.facts.expert_stats import Pair, ensure_stats
+from mergepipe_pipeline.facts.analysed import AnalysedExpert, FactTables, Sparsified
 from mergepipe_pipeline.facts.group import measured_facts
 from mergepipe_pipeline.facts.operator_choice import choose_operators
+from mergepipe_pipeline.facts.passes import complete
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.planner.level_selection import PACKS
 from mergepipe_pipeline.planner.packed_rows import Packs
@@ -33,6 +36,8 @@ from mergepipe_pipeline.resolution.token_rows import Reindexer
 from mergepipe_pipeline.warehouse import Warehouse
 
 Stats = Mapping[tuple[int, int], ExpertStats]
+#: By (expert's model number, base's).
+Experts = Mapping[tuple[int, int], AnalysedExpert]
 
 
 @dataclass(frozen=True)
@@ -97,18 +102,23 @@ def gather(
     models = _with_tokens(warehouse, resolved)
     (progress or Silent()).warn(*_register(warehouse, recipe, models, unnamed or {}))
     merged = [t for t in recipe.tensors if is_merged(t, models)]
-    task = warehouse, resolved, models, merged
-    before = _learn_contents(*task, progress)
-    packs = _packs(*task, for_parts=for_parts)
+    experts = _experts(warehouse, resolved, models, merged, progress)
+    read = _complete(experts, is_counted=bool(resolved.cost.analysis_bytes))
+    # Packs are found by contents, and a plan does not depend on whether these were known before.
+    for c in (c for m in (*models, *resolved.originals) for c in m.checkpoints):
+        if warehouse.catalog.digests(c.checkpoint_id) is None:  # what was analysed is known
+            ensure_digests(warehouse, c, progress)
+    packs = _packs(warehouse, resolved, models, merged, for_parts=for_parts)
     # Blocks are chosen by sketches, levels without.
     with_blocks = with_blocks or for_parts or packs is None
     without = _unneeded(recipe, with_levels=packs is not None, with_blocks=with_blocks)
-    stats, read = _stats(*task, without, progress)
-    read = tuple(dict.fromkeys((*before, *read)))
+    with Workers(threads.CATALOG) as workers:
+        every = workers.map(lambda e: e.stats(without), experts.values())
+        stats = dict(zip(experts, every, strict=True))
     measured = measured_facts(warehouse, recipe, models, merged, progress)
     chosen = choose_operators(recipe, merged, measured)
     in_full = recipe.budget == Budget() and not for_parts
-    tables = _facts(warehouse, recipe, models, merged, stats, chosen, progress, in_full=in_full)
+    tables = _facts(recipe, models, merged, experts, chosen, in_full=in_full)
     facts = TensorFacts(
         trims=tables.trims,
         outliers=tables.outliers,
@@ -120,28 +130,6 @@ def gather(
         kurtosis=tables.kurtosis,
     )
     return PlanInputs(resolved, tuple(models), stats, facts, read, packs)
-
-
-def _learn_contents(
-    warehouse: Warehouse,
-    resolved: ResolvedRecipe,
-    models: Sequence[Model],
-    merged: Sequence[TensorRecipe],
-    progress: Progress | None,
-) -> tuple[str, ...]:
-    """Make the contents of all models known; gives the names of those analysed for it.
-
-    Packs are found by contents, and a plan does not depend on whether these were known before.
-    """
-    models_of_packs = (*models, *resolved.originals)
-    checkpoints = {c.checkpoint_id: c for m in models_of_packs for c in m.checkpoints}
-    if all(warehouse.catalog.digests(number) is not None for number in checkpoints):
-        return ()
-    everything = ("sketch", "sample", "hist")
-    _, read = _stats(warehouse, resolved, models, merged, everything, progress)
-    for checkpoint in checkpoints.values():  # what an analysis reads is not read again
-        ensure_digests(warehouse, checkpoint, progress)
-    return read
 
 
 def _packs(
@@ -199,40 +187,33 @@ def _register(
                     )
 
 
-def _stats(
+def _experts(
     warehouse: Warehouse,
     resolved: ResolvedRecipe,
     models: Sequence[Model],
     merged: Sequence[TensorRecipe],
-    without: Sequence[str],
     progress: Progress | None,
-) -> tuple[Stats, tuple[str, ...]]:
-    """Statistics by (expert's model number, base's), and the names of the experts read for them."""
+) -> Experts:
+    """The experts that differ from a base, with the pairs of tensors that the recipe merges."""
     pairs: dict[tuple[int, int], dict[Pair, None]] = {}
     for t in merged:
         for i in t.inputs:
             if t.base is not None:
                 pairs.setdefault((i.model, t.base.model), {})[i.tensor, t.base.tensor] = None
-    catalog = warehouse.catalog
-    by_numbers: dict[tuple[int, int], ExpertStats] = {}
-    read: dict[str, None] = {}
-    for base in dict.fromkeys(base for _, base in pairs):
-        experts = [expert for expert, against in pairs if against == base]
-        with_pairs = [(models[e], list(pairs[e, base])) for e in experts]
-        base_id = models[base].model_id
-        for model, named in with_pairs if resolved.cost.analysis_bytes else ():
-            if catalog.missing_pairs(base_id, model.model_id, resolved.grid.block_elems, named):
-                read[model.name] = None
-        stats = ensure_stats(
-            warehouse,
-            with_pairs,
-            models[base],
-            resolved.grid,
-            progress,
-            without=without,
+    return {
+        (expert, base): AnalysedExpert(
+            warehouse, models[expert], models[base], resolved.grid, list(of), progress
         )
-        by_numbers |= {(e, base): s for e, s in zip(experts, stats, strict=True)}
-    return by_numbers, tuple(read)
+        for (expert, base), of in pairs.items()
+    }
+
+
+def _complete(experts: Experts, *, is_counted: bool) -> tuple[str, ...]:
+    """Analyse what is not known of experts; the names of those that had to be read for it."""
+    read = {e.expert.name: None for e in experts.values() if is_counted and e.missing()}
+    for base in dict.fromkeys(base for _, base in experts):
+        complete([e for (_, against), e in experts.items() if against == base])
+    return tuple(read)
 
 
 def _unneeded(recipe: Recipe, *, with_levels: bool, with_blocks: bool) -> tuple[str, ...]:
@@ -257,13 +238,11 @@ def _responses(recipe: Recipe) -> set[Response]:
 
 
 def _facts(
-    warehouse: Warehouse,
     recipe: Recipe,
     models: Sequence[Model],
     merged: Sequence[TensorRecipe],
-    stats: Stats,
+    experts: Experts,
     chosen: Mapping[str, Choosing],
-    progress: Progress | None,
     *,
     in_full: bool,
 ) -> FactTables:
@@ -275,22 +254,16 @@ def _facts(
     with_sq_norms = not in_full or "additive" in _responses(recipe)
     asked = _asked_of_experts(recipe, models, merged, chosen)
     tables = FactTables()
-    loads: list[Load] = [
-        partial(
-            warehouse.catalog.histograms,
-            models[base].model_id,
-            models[expert].model_id,
-            stats[expert, base].block_elems,
-        )
-        for expert, base, _ in asked
-    ]
-    loaders = prefetch(loads) if with_sq_norms else iter(loads)
-    for ((expert, base, fact), places), load in zip(asked.items(), loaders, strict=True):
-        of = models[expert], models[base], stats[expert, base]
-        finder = ExpertFacts(warehouse, *of, load, progress)
-        finder.add(fact, places, tables, in_full=in_full)
+    every = [experts[expert, base] for expert, base, _ in asked]
+    # Those of the next expert are loaded meanwhile.
+    loaded = prefetch([partial(getattr, e, "histograms") for e in every] if with_sq_norms else [])
+    for e, ((*_, fact), places) in zip(every, asked.items(), strict=True):
         if with_sq_norms:
-            finder.add_sq_norms(fact, places, tables)
+            next(loaded)()
+        e.add(fact, places, tables, in_full=in_full)
+        if with_sq_norms:
+            e.add_sq_norms(fact, places, tables)
+        e.forget_histograms()
     return tables
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
-from mergepipe_pipeline.catalog.catalog import Fact
+from mergepipe_pipeline.catalog.pairs import Fact
 from mergepipe_pipeline.contents.input_segments import checkpoint_inputs
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
@@ -98,18 +98,18 @@ def _step(
     progress: Progress | None,
 ) -> dict[str, Fact]:
     """Output tensor to the numbers of one step."""
-    catalog = warehouse.catalog
     base_id = "none" if group.base is None else models[group.base].model_id
     owner = "group-" + digest_json([models[m].model_id for m in group.experts])[:24]
     key = f"{step.name}-{'delta' if _as_delta(operator, group) else 'value'}"
-    facts = catalog.fact(base_id, owner, key)
+    known = warehouse.catalog.facts(base_id, owner)
+    facts = known.fact(key)
     names = {t.name: _tensor_key(t, step, numbers[t.name]) for t in members}
     skipped = {t.name: step.skipped for t in members if not step.is_needed(dict(t.params))}
     missing = [t for t in members if t.name not in skipped and names[t.name] not in facts]
     if missing:
         fresh = _run(warehouse, recipe, operator, models, group, missing, step, numbers, progress)
         fresh = {names[name]: computed for name, computed in fresh.items()}
-        catalog.put_fact(base_id, owner, key, fresh)
+        known.put_fact(key, fresh)
         facts |= fresh
     return {n: skipped[n] if n in skipped else facts.get(key, ()) for n, key in names.items()}
 

@@ -102,9 +102,9 @@ def _packing_s(warehouse: Warehouse, n_elems: int, nbytes: int) -> float:
 
 def _stats(warehouse: Warehouse, expert: Model, base: Model) -> dict[str, TensorStats]:
     """What the catalog knows of an expert's tensors, by name, without reading any."""
-    ids = base.model_id, expert.model_id, grid_for(base, None).block_elems
-    stats = warehouse.catalog.stats(*ids, without=("sketch", "sample"))
-    return {t.tensor: t for t in stats.tensors if t.tensor == t.base_tensor} if stats else {}
+    facts = warehouse.catalog.facts(base.model_id, expert.model_id)
+    stats = facts.stats(grid_for(base, None).block_elems, without=("sketch", "sample"))
+    return {t.tensor: t for t in stats.tensors if t.tensor == t.base_tensor}
 
 
 def _has_pack(warehouse: Warehouse, expert: Model, base: Model) -> bool:

@@ -6,15 +6,13 @@ on when or with what it was made, and X20 holds exactly what a trim to that dens
 
 from __future__ import annotations
 
-from functools import partial
 from math import prod
 
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.domain.model import Model, grid_for
 from mergepipe_pipeline.domain.pack import X20_DENSITY, TensorContent
 from mergepipe_pipeline.domain.view import moved
-from mergepipe_pipeline.facts.expert import ExpertFacts, FactTables, Sparsified
-from mergepipe_pipeline.facts.expert_stats import ensure_stats
+from mergepipe_pipeline.facts.analysed import AnalysedExpert, FactTables, Sparsified
 from mergepipe_pipeline.packs.codec import unit_of
 from mergepipe_pipeline.packs.contents import packed_contents
 from mergepipe_pipeline.packs.writer import Packing
@@ -43,14 +41,11 @@ def packings_of(
     grid = grid_for(base, None)
     contents = contents_of(warehouse, expert, base, progress)
     pairs = [(c.name, c.base_name) for c in contents]
-    unneeded = ("sketch", "sample", "hist")
-    experts = [(expert, pairs)]
-    (stats,) = ensure_stats(warehouse, experts, base, grid, progress, without=unneeded)
-    ids = base.model_id, expert.model_id, grid.block_elems
-    load = partial(warehouse.catalog.histograms, *ids)
-    facts, tables = ExpertFacts(warehouse, expert, base, stats, load, progress), FactTables()
+    analysed, tables = AnalysedExpert(warehouse, expert, base, grid, pairs, progress), FactTables()
+    analysed.complete()
+    stats = analysed.stats(without=("sketch", "sample", "hist"))
     trimmed = [_trimmed(content) for content in contents]
-    facts.add("trim", trimmed, tables, in_full=True)
+    analysed.add("trim", trimmed, tables, in_full=True)
     return tuple(
         Packing(
             content,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mergepipe_pipeline.catalog import formats
-from mergepipe_pipeline.catalog.file_checks import verify_sealed
+from mergepipe_pipeline.catalog.seals import verify_sealed
 from mergepipe_pipeline.contents.places import read_place
 from mergepipe_pipeline.digest import unseal
 from mergepipe_pipeline.domain.plan import ENGINE_VERSION
@@ -38,14 +38,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 #: Folders of sealed files in the catalog.
-_FORMATS = (
-    formats.CHECKPOINTS,
-    formats.DIGESTS,
-    formats.SEGMENTS,
-    formats.BLOCK_STATS,
-    formats.TENSOR_FACTS,
-    formats.SIDE_FILES,
-)
+_FORMATS = (formats.CHECKPOINTS, formats.CONTENTS, formats.FACTS, formats.SIDE_FILES)
 #: Staging of a merge that runs is younger than this, in seconds.
 _OLD_S = 3600.0
 

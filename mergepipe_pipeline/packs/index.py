@@ -25,11 +25,13 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from mergepipe_pipeline.arrays import F32Array, I64Array, U32Array
 from mergepipe_pipeline.catalog.arrow_tables import (
     FACTS_KEY,
+    Key,
     corruption_named,
     decode,
     encode,
+    encode_groups,
 )
-from mergepipe_pipeline.catalog.row_groups import Key, RowGroups, encode_groups, footer_of
+from mergepipe_pipeline.catalog.row_groups import RowGroups
 from mergepipe_pipeline.catalog.seals import (
     find_sealed,
     place_of,
@@ -176,7 +178,7 @@ def write_index(
         ("checksums", CHECKSUMS, _checksums_row, _GROUP_NBYTES),
     ):
         data = encode_groups(schema, _groups(schema, of, row, most_nbytes), {}, compression="none")
-        sealed[stem] = seal_of(footer_of(data), place_of(final, stem))
+        sealed[stem] = seal_of(data, place_of(final, stem))
         write_sealed(staged, stem, data, sealed[stem])
     columns = zip(*map(_index_row, of), strict=True)
     table = pa.table([list(c) for c in columns] or [[] for _ in INDEX], schema=INDEX)

@@ -101,7 +101,7 @@ def _unknown(
 
     def missing(numbers: tuple[int, int]) -> list[tuple[str, str]]:
         expert, base = (models[n].model_id for n in numbers)
-        return catalog.missing_pairs(base, expert, grid.block_elems, pairs[numbers])
+        return catalog.facts(base, expert).missing_pairs(grid.block_elems, pairs[numbers])
 
     with Workers(threads.CATALOG) as workers:
         for (expert, base), tensor_pairs in zip(pairs, workers.map(missing, pairs), strict=True):

@@ -20,7 +20,7 @@ from mergepipe_pipeline.arrays import F64Array
 from mergepipe_pipeline.domain.layers import layer_count, layer_index, layer_name, with_layer_index
 from mergepipe_pipeline.domain.model import grid_for
 from mergepipe_pipeline.domain.stats import TensorStats, widened
-from mergepipe_pipeline.facts.expert_stats import common_pairs, ensure_stats
+from mergepipe_pipeline.facts.analysed import analysed_experts
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.search.ledger import Ledger, Prior, Search
 from mergepipe_pipeline.search.prompts import activation_differences
@@ -83,9 +83,8 @@ def _parameter_differences(
     """A score per numbered layer, from the catalog."""
     models = models_of(warehouse, search)
     base, sources = models[search.file.base_model], [models[s] for s in search.file.sources]
-    wanted = [(source, common_pairs(source, base)) for source in sources]
-    known = ensure_stats(warehouse, wanted, base, grid_for(base, None), progress)
-    tensors = [{t.base_tensor: t for t in stats.tensors} for stats in known]
+    known = analysed_experts(warehouse, sources, base, grid_for(base, None), progress)
+    tensors = [{t.base_tensor: t for t in e.stats().tensors} for e in known]
     norms: dict[str, float] = {}
     for name in base.views:
         of_sources = [of_one[name] for of_one in tensors if name in of_one]

@@ -9,8 +9,9 @@ from mergepipe_pipeline.catalog.catalog import Registration
 from mergepipe_pipeline.contents.rests import damaged_rest_named
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
-from mergepipe_pipeline.domain.model import Model, grid_for
-from mergepipe_pipeline.facts.expert_stats import Pair, common_pairs, ensure_stats
+from mergepipe_pipeline.domain.model import grid_for
+from mergepipe_pipeline.facts.analysed import AnalysedExpert, common_pairs
+from mergepipe_pipeline.facts.passes import complete
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.resolution.locate import locate_registered, names_here
 from mergepipe_pipeline.resolution.open_models import open_pair
@@ -80,25 +81,22 @@ def _against(
 ) -> Iterator[Analysis]:
     """Analyse experts of one base together."""
     catalog = warehouse.catalog
-    wanted: list[tuple[Model, Sequence[Pair]]] = []
+    analysed: list[AnalysedExpert] = []
     fresh = []
     for checkpoint in experts:
         expert, base_model = open_pair(checkpoint, base)
-        pairs = common_pairs(expert, base_model)
-        grid = grid_for(base_model, block_elems)
-        wanted.append((expert, pairs))
-        ids = base_model.model_id, expert.model_id, grid.block_elems
+        pairs, grid = common_pairs(expert, base_model), grid_for(base_model, block_elems)
+        analysed.append(AnalysedExpert(warehouse, expert, base_model, grid, pairs, progress))
         new = catalog.digests(expert.checkpoint.checkpoint_id) is None
-        fresh.append(new or bool(catalog.missing_pairs(*ids, pairs)))
-    every_stats = ensure_stats(
-        warehouse, wanted, base_model, grid, progress, without=("sketch", "sample", "hist")
-    )
-    for number, stats in enumerate(every_stats):
-        ensure_digests(warehouse, wanted[number][0].checkpoint, progress)
+        fresh.append(new or bool(analysed[-1].missing()))
+    complete(analysed)
+    for number, e in enumerate(analysed):
+        ensure_digests(warehouse, e.expert.checkpoint, progress)
+        stats = e.stats(without=("sketch", "sample", "hist"))
         yield Analysis(
             experts[number].name,
             base.name,
-            catalog.content_sha256(wanted[number][0].checkpoint.checkpoint_id),
+            catalog.content_sha256(e.expert.checkpoint.checkpoint_id),
             fresh[number],
             sum(t.l2sq for t in stats.tensors) ** 0.5,
             sum(int((t.block_nonzero == 0).sum()) for t in stats.tensors),

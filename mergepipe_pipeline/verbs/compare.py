@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from mergepipe_pipeline.catalog.catalog import Fact
+from mergepipe_pipeline.catalog.pairs import Fact
 from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.contents.away import present_root
 from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
@@ -82,13 +82,13 @@ def compare(
     part = load_snapshot(warehouse.snapshots, snapshot_of(warehouse, what))
     whole = _full_snapshot(warehouse, part) if full is None else _snapshot(warehouse, full)
     ids = part.manifest.plan_id, whole.manifest.plan_id
-    catalog = warehouse.catalog
-    facts = catalog.fact(ids[1], ids[0], FACT)
+    known = warehouse.catalog.facts(ids[1], ids[0])
+    facts = known.fact(FACT)
     if not facts:
         for snapshot in (part, whole):
             verify_with_progress(snapshot, progress)
         facts = _measure(warehouse, part, whole, progress)
-        catalog.put_fact(ids[1], ids[0], FACT, facts)
+        known.put_fact(FACT, facts)
     return _comparison(*ids, facts)
 
 
@@ -216,7 +216,7 @@ def _full_task(task: TensorTask) -> TensorTask:
 def known_comparison(warehouse: Warehouse, plan: MergePlan) -> Comparison | None:
     """What `compare` found for a plan's result and the full merge, or None. Reads no weight."""
     full = full_plan_id(plan)
-    facts = warehouse.catalog.fact(full, plan.plan_id, FACT)
+    facts = warehouse.catalog.facts(full, plan.plan_id).fact(FACT)
     return _comparison(plan.plan_id, full, facts) if facts else None
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.model import grid_for
 from mergepipe_pipeline.errors import MergePipeError
-from mergepipe_pipeline.facts.expert_stats import common_pairs, ensure_stats
+from mergepipe_pipeline.facts.analysed import analysed_experts
 from mergepipe_pipeline.pictures import HeatMap, heat_maps
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
@@ -86,9 +86,9 @@ def _of_stage(
     for model in models[1:]:
         refuse_unplaced(model, models[0])
     grid = grid_for(models[0], parsed.block_elems)
-    wanted = [(m, common_pairs(m, models[0])) for m in models[1:]]
-    stats = ensure_stats(warehouse, wanted, models[0], grid, progress)
-    return compare([m.name for m in models[1:]], stats) if stats else None
+    analysed = analysed_experts(warehouse, models[1:], models[0], grid, progress)
+    names = [m.name for m in models[1:]]
+    return compare(names, [e.stats() for e in analysed]) if analysed else None
 
 
 def largest_error(report: ConflictReport, figure: str) -> float:

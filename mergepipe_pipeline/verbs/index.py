@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -14,10 +14,10 @@ from mergepipe_pipeline.deploy.packing import PacksWanted
 from mergepipe_pipeline.deploy.recipe_files import standing_recipes, uses
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.domain.layers import layer_count, layer_name, layer_order
-from mergepipe_pipeline.domain.model import Model, grid_for
+from mergepipe_pipeline.domain.model import grid_for
 from mergepipe_pipeline.domain.recipe import ModelRef
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
-from mergepipe_pipeline.facts.expert_stats import common_pairs, ensure_stats
+from mergepipe_pipeline.facts.analysed import analysed_experts
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.locate import Places, locate_registered
 from mergepipe_pipeline.resolution.open_models import open_models
@@ -68,7 +68,8 @@ def index_expert(warehouse: Warehouse, name: str) -> IndexedExpert:
                 opened = open_models(places, (ref, base), 1, [])
                 is_plain = all(c.form is None for m in opened for c in m.checkpoints)
                 if opened and is_plain:  # of codes there is nothing to learn
-                    _learn(warehouse, opened, stage.block_elems)
+                    grid = grid_for(opened[1], stage.block_elems)
+                    analysed_experts(warehouse, opened[:1], opened[1], grid)
                     bases[base.text] = None
     ensure_digests(warehouse, checkpoint)
     after = _digests_by_layer(catalog, name)
@@ -90,12 +91,6 @@ def _pairs(stage: ParsedRecipe, name: str) -> Iterator[tuple[ModelRef, ModelRef]
     for ref in stage.references:
         if ref is not base and name in uses(ref, stage) and ref.model not in stage.stages_used:
             yield ref, base
-
-
-def _learn(warehouse: Warehouse, pair: Sequence[Model], block_elems: int | None) -> None:
-    expert, base = pair
-    grid = grid_for(base, block_elems)
-    ensure_stats(warehouse, [(expert, common_pairs(expert, base))], base, grid)
 
 
 def _digests_by_layer(catalog: Catalog, name: str) -> dict[str, str]:

@@ -17,7 +17,8 @@ from functools import partial
 from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Catalog
-from mergepipe_pipeline.catalog.formats import BLOCK_STATS, CHECKPOINTS, DIGESTS
+from mergepipe_pipeline.catalog.formats import CHECKPOINTS, CONTENTS, FACTS
+from mergepipe_pipeline.catalog.seals import find_sealed
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.integrity.auditor import Finding, Scope
@@ -32,7 +33,7 @@ from mergepipe_pipeline.verbs.verify import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 
 _SCOPES: tuple[Scope, ...] = ("structure", "digests", "lineage")
-_STATS = re.compile(r"(?P<checkpoint_id>[0-9a-f]+)\.b(?P<block_elems>\d+)\.")
+_STATS = re.compile(r"b(?P<block_elems>\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +113,7 @@ def _lacking(warehouse: Warehouse) -> Iterator[Path]:
     for folder in sorted(warehouse.quarantine.glob("*")):
         for path in sorted((folder / warehouse.catalog_dir.name).rglob("*.*.*")):
             was = warehouse.root / path.relative_to(folder)
-            facts = was.name.rsplit(".", 2)[0]
-            if not any(was.parent.glob(f"{facts}.*")):
+            if not find_sealed(was.parent, was.name.rsplit(".", 2)[0]):
                 yield was
 
 
@@ -152,17 +152,17 @@ def _lessons(
     progress: Progress | None,
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     """What to do so that a file of the catalog is written again: a label, and the work."""
-    checkpoint_id = path.name.partition(".")[0]
-    name = names.get(checkpoint_id)
+    is_fact = path.is_relative_to(warehouse.catalog_dir / FACTS)
+    name = names.get(path.parent.name if is_fact else path.name.partition(".")[0])
     if name is None:
         return
     if path.is_relative_to(warehouse.catalog_dir / CHECKPOINTS):
         yield f"record of {name}", partial(catalog.get, name)
-    elif path.is_relative_to(warehouse.catalog_dir / DIGESTS):
+    elif path.is_relative_to(warehouse.catalog_dir / CONTENTS):
         checkpoint = catalog.get(name).checkpoint
         yield f"digests of {name}", partial(ensure_digests, warehouse, checkpoint, progress)
-    elif path.is_relative_to(warehouse.catalog_dir / BLOCK_STATS):
-        match, base = _STATS.match(path.name), names.get(path.parent.name)
+    elif is_fact:
+        match, base = _STATS.match(path.name), names.get(path.parent.parent.name)
         if match and base:
             n = int(match["block_elems"])
             again = partial(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from mergepipe_pipeline.catalog.formats import BLOCK_STATS
+from mergepipe_pipeline.catalog.formats import FACTS
 from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.contents.away import open_away
 from mergepipe_pipeline.domain.checkpoint import AWAY
@@ -138,7 +138,7 @@ def _merged(warehouse: Warehouse, name: str) -> tuple[str, str | None]:
 
 def _base_of(warehouse: Warehouse, checkpoint_id: str) -> str | None:
     """The name of the base that a checkpoint was analysed against, if it is registered."""
-    stats = (warehouse.catalog_dir / BLOCK_STATS).glob(f"*/{checkpoint_id}.*")
-    bases = {path.parent.name for path in stats if checkpoint_id}
+    stats = (warehouse.catalog_dir / FACTS).glob(f"*/{checkpoint_id or '-'}/b*")
+    bases = {path.parent.parent.name for path in stats}
     registered = warehouse.catalog.registrations()
     return next((name for name, _, checkpoint, *_ in registered if checkpoint in bases), None)

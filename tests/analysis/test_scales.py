@@ -59,11 +59,11 @@ def scale_of(expert: Model, base: Model, kind: Fact, params: Params, name: str =
         if outliers:
             entry = replace(entry, outliers=_rule(expert, base, stats, outliers))
     task = TensorTask(name, shape, view.dtype, "", (), SEED, None, (entry,))
-    return l1_scales(expert, base, stats, {W: task}, kind)[W]
+    return l1_scales(expert, base, {W: (stats.by_pair[W].l1, task)}, kind)[W]
 
 
 def _rule(expert: Model, base: Model, stats: ExpertStats, keep: int) -> TrimRule:
-    return trim_rules(expert, base, stats, {W: keep})[W]
+    return trim_rules(expert, base, {W: (stats.by_pair[W], keep)})[W]
 
 
 def scale(

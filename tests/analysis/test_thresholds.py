@@ -27,7 +27,7 @@ W = ("w", "w")
 
 def rule_for(expert: Stored, base: Stored, keep: int, window_elems: int = 4096) -> TrimRule:
     with on_disk({"w": expert}, {"w": base}, window_elems) as (e, b):
-        return trim_rules(e, b, analyze_one(e, b, [W], GRID), {W: keep})[W]
+        return trim_rules(e, b, {W: (analyze_one(e, b, [W], GRID).by_pair[W], keep)})[W]
 
 
 def kept_by(rule: TrimRule, delta: Floats) -> Bools:
@@ -74,7 +74,7 @@ def test_exactly_k_elements_are_kept_for_every_k(ties: bool) -> None:
     with on_disk({"w": expert}, {"w": base}, 4096) as (e, b):
         stats = analyze_one(e, b, [W], GRID)
         for keep in (0, 1, 100, 1000, 2001, n // 3, n // 2, 7004, n - 10, n - 1, n):
-            kept = kept_by(trim_rules(e, b, stats, {W: keep})[W], delta)
+            kept = kept_by(trim_rules(e, b, {W: (stats.by_pair[W], keep)})[W], delta)
             assert kept.sum() == keep
             np.testing.assert_array_equal(kept, oracle(delta, keep))
 
@@ -87,7 +87,9 @@ def test_an_expert_of_any_kind_is_trimmed_by_its_delta(tmp_path: Path, name: str
     with windows_of(4096):
         stats = analyze_one(kind.model, kinds.base, [W], GRID)
         for keep in (1, n // 5, n // 2):
-            kept = kept_by(trim_rules(kind.model, kinds.base, stats, {W: keep})[W], delta)
+            kept = kept_by(
+                trim_rules(kind.model, kinds.base, {W: (stats.by_pair[W], keep)})[W], delta
+            )
             np.testing.assert_array_equal(
                 kept & (delta != 0), oracle(delta, keep) & (delta != 0), str(keep)
             )
@@ -152,7 +154,7 @@ def test_progress_is_told_of_every_byte_read() -> None:
     done: list[int] = []
     with on_disk({"w": expert}, {"w": base}) as (e, b):
         stats = analyze_one(e, b, [W], GRID)
-        trim_rules(e, b, stats, {W: 3000}, progress=done.append)
+        trim_rules(e, b, {W: (stats.by_pair[W], 3000)}, progress=done.append)
     # One pass, and one window again for where ties are cut.
     assert sum(done[:3]) == len(expert[2])
     assert len(done) == 4

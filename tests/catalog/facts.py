@@ -9,7 +9,9 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.domain.checkpoint import Checkpoint, CheckpointKind, FileEntry, TensorEntry
+from mergepipe_pipeline.domain.segments import COARSE_ELEMS, Segments
 from mergepipe_pipeline.domain.stats import SAMPLE_WIDTH, SKETCH_WIDTH, ExpertStats, TensorStats
 
 TENSOR_NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
@@ -94,6 +96,12 @@ def tensor_stats(draw: st.DrawFn, name: str, base_name: str) -> TensorStats:
         draw(hnp.arrays(np.uint16, (n, SKETCH_WIDTH))),
         draw(hnp.arrays(np.uint16, (n, SAMPLE_WIDTH))),
     )
+
+
+def put_contents(catalog: Catalog, checkpoint_id: str, **tensors: str) -> None:
+    """Let a catalog know what all tensors of a checkpoint hold, each by a letter."""
+    taken = {t: (Segments(COARSE_ELEMS, 16 * which.encode()),) for t, which in tensors.items()}
+    catalog.contents(checkpoint_id).put(taken, list(tensors))
 
 
 def some_stats(

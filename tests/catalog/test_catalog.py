@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 
 from mergepipe_pipeline.catalog.catalog import Catalog, Registration
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
+from mergepipe_pipeline.domain.segments import COARSE_ELEMS, Segments
 from mergepipe_pipeline.errors import MergePipeError, NotFoundError
-from tests.catalog.facts import checkpoint, checkpoints, same, some_stats
+from tests.catalog.facts import checkpoint, checkpoints, put_contents, same, some_stats
 
 
 @pytest.fixture
@@ -106,112 +105,77 @@ def test_digests_are_kept_and_give_one_content_digest(catalog: Catalog) -> None:
     assert catalog.digests("c") is None
     with pytest.raises(NotFoundError, match="run `mergepipe analyze`"):
         catalog.content_sha256("c")
-    catalog.put_digests("c", {"w": "0", "v": "1"})
-    catalog.put_digests("d", {"v": "1", "w": "0"})
-    catalog.put_digests("e", {"v": "0", "w": "1"})
-    assert catalog.digests("c") == {"w": "0", "v": "1"}
+    put_contents(catalog, "c", w="0", v="1")
+    put_contents(catalog, "d", v="1", w="0")
+    put_contents(catalog, "e", v="0", w="1")
+    digests = catalog.digests("c")
+    assert digests is not None
+    assert digests["v"] == Segments(COARSE_ELEMS, b"1" * 16).content
     assert catalog.content_sha256("c") == catalog.content_sha256("d")
     assert catalog.content_sha256("c") != catalog.content_sha256("e")
 
 
 def test_statistics_are_found_under_their_own_key_only(catalog: Catalog) -> None:
     stats = some_stats()
-    key = (stats.base_id, stats.checkpoint_id)
-    assert catalog.stats(*key, 4096) is None
-    catalog.put_stats(stats)
-    found = catalog.stats(*key, 4096)
-    assert found is not None
-    assert same(found, stats)
-    assert catalog.stats(*key, 8192) is None
-    assert catalog.stats(key[1], key[0], 4096) is None
+    facts = catalog.facts(stats.base_id, stats.checkpoint_id)
+    assert facts.stats(4096).tensors == ()
+    facts.put_stats(stats)
+    assert same(facts.stats(4096), stats)
+    assert facts.stats(8192).tensors == ()
+    assert catalog.facts(stats.checkpoint_id, stats.base_id).stats(4096).tensors == ()
 
 
 def test_statistics_of_several_passes_are_united(catalog: Catalog, tmp_path: Path) -> None:
     first, second = some_stats(), some_stats(seed=1, names=["u"], blocks=7)
+    facts = catalog.facts(first.base_id, first.checkpoint_id)
     for stats in (first, second, first):
-        catalog.put_stats(stats)
-    found = catalog.stats("b" * 24, "c" * 24, 4096)
-    assert found is not None
+        facts.put_stats(stats)
+    found = facts.stats(4096)
     wanted = sorted((*first.tensors, *second.tensors), key=lambda t: t.tensor)
     in_order = tuple(sorted(found.tensors, key=lambda t: t.tensor))
     assert same(replace(found, tensors=in_order), replace(first, tensors=tuple(wanted)))
-    assert len(list((tmp_path / "catalog").rglob("*.parquet"))) == 4
-
-
-def test_statistics_whose_blocks_are_not_there_yet_are_not_known(
-    catalog: Catalog, tmp_path: Path
-) -> None:
-    catalog.put_stats(some_stats())
-    catalog.put_stats(some_stats(names=["u"]))
-    (lost,) = [
-        path
-        for path in (tmp_path / "catalog").rglob("*.tensors.*.parquet")
-        if "u" in pq.read_table(path)["tensor"].to_pylist()
-    ]
-    named = json.loads(pq.read_schema(lost).metadata[b"mergepipe"])["blocks"]
-    (blocks,) = lost.parent.glob(f"*.blocks.{named}.parquet")
-    blocks.unlink()
-    found = catalog.stats("b" * 24, "c" * 24, 4096)
-    assert found is not None
-    assert same(found, some_stats())
-
-
-@pytest.mark.parametrize("part", ["tensors", "blocks"])
-def test_damaged_statistics_are_said_and_unknown_until_they_are_put_again(
-    catalog: Catalog, tmp_path: Path, part: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    stats = some_stats()
-    ids = stats.base_id, stats.checkpoint_id, 4096
-    catalog.put_stats(stats)
-    (path,) = (tmp_path / "catalog").rglob(f"*.{part}.*.parquet")
-    path.write_bytes(b"PAR1")
-    assert catalog.known_pairs(*ids) == set()
-    assert [str(path) in m for m in caplog.messages] == [True]
-    catalog.put_stats(stats)
-    assert catalog.known_pairs(*ids) == set(stats.by_pair)
-    found = catalog.stats(*ids)
-    assert found is not None
-    assert same(found, stats)
+    assert len(list((tmp_path / "catalog").rglob("*.parquet"))) == 2
 
 
 def test_facts_of_one_key_are_united_and_keys_do_not_mix(catalog: Catalog) -> None:
-    catalog.put_fact("b", "c", "trim-0.2", {"w": (1, 2, 0.0)})
-    catalog.put_fact("b", "c", "trim-0.2", {"v": (3, 4, 0.0)})
-    catalog.put_fact("b", "c", "trim-0.2", {"v": (3, 4, 0.0)})
-    catalog.put_fact("b", "c", "trim-0.25", {"w": (5, 6, 0.0)})
-    catalog.put_fact("b", "c", "trim-0.2.5", {"w": (7, 8, 0.0)})
-    catalog.put_fact("b", "c", "trim-0", {"w": (9, 9, 0.0)})
-    assert catalog.fact("b", "c", "trim-0.2") == {"w": (1, 2, 0.0), "v": (3, 4, 0.0)}
-    assert catalog.fact("b", "c", "trim-0.25") == {"w": (5, 6, 0.0)}
-    assert catalog.fact("b", "c", "trim-0.2.5") == {"w": (7, 8, 0.0)}
-    assert catalog.fact("b", "c", "trim-0x2") == {}
-    assert catalog.fact("c", "b", "trim-0.2") == {}
+    catalog.facts("b", "c").put_fact("trim-0.2", {"w": (1, 2, 0.0)})
+    catalog.facts("b", "c").put_fact("trim-0.2", {"v": (3, 4, 0.0)})
+    catalog.facts("b", "c").put_fact("trim-0.2", {"v": (3, 4, 0.0)})
+    catalog.facts("b", "c").put_fact("trim-0.25", {"w": (5, 6, 0.0)})
+    catalog.facts("b", "c").put_fact("trim-0.2.5", {"w": (7, 8, 0.0)})
+    catalog.facts("b", "c").put_fact("trim-0", {"w": (9, 9, 0.0)})
+    assert catalog.facts("b", "c").fact("trim-0.2") == {"w": (1, 2, 0.0), "v": (3, 4, 0.0)}
+    assert catalog.facts("b", "c").fact("trim-0.25") == {"w": (5, 6, 0.0)}
+    assert catalog.facts("b", "c").fact("trim-0.2.5") == {"w": (7, 8, 0.0)}
+    assert catalog.facts("b", "c").fact("trim-0x2") == {}
+    assert catalog.facts("c", "b").fact("trim-0.2") == {}
 
 
 def test_facts_of_experts_and_of_groups_hold_any_count_of_numbers(catalog: Catalog) -> None:
-    catalog.put_fact("b", "group-1", "gram-delta", {"w": (0.1,) * 9, "v": ()})
-    catalog.put_fact("b", "c", "gram-delta", {"w": (2.0,)})
-    assert catalog.fact("b", "group-1", "gram-delta") == {"w": (0.1,) * 9, "v": ()}
-    assert catalog.fact("b", "c", "gram-delta") == {"w": (2.0,)}
+    catalog.facts("b", "group-1").put_fact("gram-delta", {"w": (0.1,) * 9, "v": ()})
+    catalog.facts("b", "c").put_fact("gram-delta", {"w": (2.0,)})
+    assert catalog.facts("b", "group-1").fact("gram-delta") == {"w": (0.1,) * 9, "v": ()}
+    assert catalog.facts("b", "c").fact("gram-delta") == {"w": (2.0,)}
 
 
 def test_a_damaged_fact_is_said_and_unknown_until_it_is_put_again(
     catalog: Catalog, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     facts = {"w": (1.0, 2.0, 0.0)}
-    catalog.put_fact("b", "c", "trim-0.2", facts)
+    catalog.facts("b", "c").put_fact("trim-0.2", facts)
     (path,) = (tmp_path / "catalog").rglob("trim*.parquet")
     path.write_bytes(b"junk")
     for _ in range(2):
-        assert catalog.fact("b", "c", "trim-0.2") == {}
+        assert catalog.facts("b", "c").fact("trim-0.2") == {}
     assert [str(path) in m for m in caplog.messages] == [True]
-    catalog.put_fact("b", "c", "trim-0.2", facts)
-    assert catalog.fact("b", "c", "trim-0.2") == facts
+    catalog.facts("b", "c").put_fact("trim-0.2", facts)
+    assert catalog.facts("b", "c").fact("trim-0.2") == facts
 
 
 def _put(folder: str, times: int) -> None:
     for _ in range(times):
-        Catalog(Path(folder)).put_stats(some_stats(blocks=500))
+        stats = some_stats(blocks=500)
+        Catalog(Path(folder)).facts(stats.base_id, stats.checkpoint_id).put_stats(stats)
         Catalog(Path(folder)).register(checkpoint(), None)
 
 
@@ -226,8 +190,7 @@ def test_two_processes_that_write_the_same_at_once_leave_readable_files(
         w.join(60)
     assert [w.exitcode for w in writers] == [0, 0]
     wanted = some_stats(blocks=500)
-    found = catalog.stats(wanted.base_id, wanted.checkpoint_id, 4096)
-    assert found is not None
+    found = catalog.facts(wanted.base_id, wanted.checkpoint_id).stats(4096)
     assert same(found, wanted)
     assert {r.checkpoint for r in catalog.history("m")} == {checkpoint()}
     assert not list((tmp_path / "catalog").rglob("*.tmp"))

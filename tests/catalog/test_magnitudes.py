@@ -1,4 +1,4 @@
-"""Magnitudes in a file of their own: they come back to the bit, and only to who asks."""
+"""Magnitudes come back to the bit, and only to who asks."""
 
 from __future__ import annotations
 
@@ -13,17 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe_pipeline.catalog.catalog import Catalog
-from mergepipe_pipeline.catalog.magnitude_files import (
-    MAGNITUDES,
-    decode_magnitudes,
-    encode_magnitudes,
-)
-from mergepipe_pipeline.catalog.row_groups import RowGroups, write_groups
+from mergepipe_pipeline.catalog import stats_tables
+from mergepipe_pipeline.catalog.pairs import PairFacts
+from mergepipe_pipeline.catalog.stats_tables import encode_stats
 from mergepipe_pipeline.domain.stats import ExpertStats, Magnitudes
-from tests.catalog.facts import same, some_stats
+from tests.catalog.facts import some_stats
 
-IDS = ("b" * 24, "c" * 24, 4096)
+ELEMS = 4096
 NAMES = ("w", "v", "u")
 
 
@@ -50,6 +46,10 @@ def listed(blocks: int = 3, seed: int = 0, without: tuple[str, ...] = ()) -> Exp
     return replace(stats, tensors=tuple(tensors))
 
 
+def facts_in(folder: Path) -> PairFacts:
+    return PairFacts(folder, "b" * 24, "c" * 24)
+
+
 def arrays(m: Magnitudes) -> list[tuple[str, bytes]]:
     return [(v.dtype.str, v.tobytes()) for v in (m.edges, m.bits, m.counts)]
 
@@ -59,14 +59,12 @@ def test_magnitudes_that_are_asked_for_come_back_to_the_bit(
     blocks: int, seed: int, asked: set[str]
 ) -> None:
     stats = listed(blocks, seed, without=("v",))
-    data = encode_magnitudes(stats)
-    assert data == encode_magnitudes(stats)
+    assert encode_stats(stats) == encode_stats(stats)
     pairs = {(name, name) for name in asked}
-    with (
-        tempfile.TemporaryDirectory() as tmp,
-        RowGroups(write_groups(Path(tmp), "m", data), MAGNITUDES) as file,
-    ):
-        found = dict(decode_magnitudes(file, pairs))
+    with tempfile.TemporaryDirectory() as tmp:
+        facts = facts_in(Path(tmp))
+        facts.put_stats(stats)
+        found = dict(facts.magnitudes(ELEMS, pairs))
     assert set(found) == (pairs - {("v", "v")} if blocks else set())
     for pair, magnitudes in found.items():
         wanted = stats.by_pair[pair].block_magnitudes
@@ -75,68 +73,59 @@ def test_magnitudes_that_are_asked_for_come_back_to_the_bit(
 
 
 def test_statistics_come_without_magnitudes_and_these_of_several_analyses(tmp_path: Path) -> None:
-    catalog, both = Catalog(tmp_path), listed()
+    facts, both = facts_in(tmp_path), listed()
     for part in (both.tensors[:1], both.tensors[1:]):
-        catalog.put_stats(replace(both, tensors=part))
-    found = catalog.stats(*IDS)
-    assert found is not None
-    assert all(t.block_magnitudes is None for t in found.tensors)
+        facts.put_stats(replace(both, tensors=part))
+    assert all(t.block_magnitudes is None for t in facts.stats(ELEMS).tensors)
     pairs = [("w", "w"), ("u", "u"), ("x", "x")]
-    assert {pair for pair, _ in catalog.magnitudes(*IDS, pairs)} == set(pairs[:2])
-    assert list(catalog.magnitudes("b" * 24, "d" * 24, 4096, pairs)) == []
+    assert {pair for pair, _ in facts.magnitudes(ELEMS, pairs)} == set(pairs[:2])
+    assert list(PairFacts(tmp_path, "b" * 24, "d" * 24).magnitudes(ELEMS, pairs)) == []
 
 
-def test_only_the_tensors_in_question_are_read(
+def test_only_the_columns_and_tensors_in_question_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    catalog = Catalog(tmp_path)
-    catalog.put_stats(listed())
-    read: list[int] = []
-    real = pq.ParquetFile.read_row_group
+    monkeypatch.setattr(stats_tables, "_GROUP_NBYTES", 1)
+    facts = facts_in(tmp_path)
+    facts.put_stats(listed())
+    read: list[tuple[list[int], set[str]]] = []
+    real = pq.ParquetFile.read_row_groups
 
-    def counted(self: pq.ParquetFile, number: int, **options: Any) -> object:
-        read.append(number)
-        return real(self, number, **options)
+    def counted(self: pq.ParquetFile, numbers: list[int], columns: list[str], **o: Any) -> object:
+        read.append((numbers, set(columns)))
+        return real(self, numbers, columns, **o)
 
-    monkeypatch.setattr(pq.ParquetFile, "read_row_group", counted)
-    catalog.stats(*IDS)
-    assert not read
-    assert [pair for pair, _ in catalog.magnitudes(*IDS, [("v", "v")])] == [("v", "v")]
-    assert read == [1]
-
-
-def test_an_analysis_without_magnitudes_is_read_as_before(tmp_path: Path) -> None:
-    catalog, stats = Catalog(tmp_path), some_stats()
-    catalog.put_stats(stats)
-    assert not list(tmp_path.rglob("*.magnitudes.*.parquet"))
-    found = catalog.stats(*IDS)
-    assert found is not None
-    assert same(found, stats)
-    assert list(catalog.magnitudes(*IDS, stats.by_pair)) == []
+    monkeypatch.setattr(pq.ParquetFile, "read_row_groups", counted)
+    assert [pair for pair, _ in facts.magnitudes(ELEMS, [("v", "v")])] == [("v", "v")]
+    facts.stats(ELEMS, without=["sketch", "sample", "hist"])
+    (groups, columns), (every, plain) = read
+    assert (groups, every) == ([1], [0, 1, 2])
+    assert columns == {"tensor", "base_tensor", "entries", "bits", "counts"}
+    assert not plain & {"block_sketch", "block_sample", "hist_bins", "bits"}
 
 
 @pytest.mark.parametrize("damage", [b"", b"PAR1", b"x" * 500])
-def test_damaged_magnitudes_are_said_and_their_analysis_is_made_again(
+def test_a_damaged_analysis_is_said_and_made_again(
     tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    catalog, stats = Catalog(tmp_path), listed()
-    catalog.put_stats(stats)
-    (file,) = tmp_path.rglob("*.magnitudes.*.parquet")
+    facts, stats = facts_in(tmp_path), listed()
+    facts.put_stats(stats)
+    (file,) = tmp_path.rglob("*.parquet")
     file.write_bytes(damage)
-    assert list(catalog.magnitudes(*IDS, [("w", "w")])) == []
+    assert list(facts.magnitudes(ELEMS, [("w", "w")])) == []
     assert [str(file) in m for m in caplog.messages] == [True]
-    assert catalog.known_pairs(*IDS) == set()
-    catalog.put_stats(stats)
-    assert [pair for pair, _ in catalog.magnitudes(*IDS, [("w", "w")])] == [("w", "w")]
-    assert catalog.known_pairs(*IDS) == set(stats.by_pair)
+    assert facts.known_pairs(ELEMS) == set()
+    facts.put_stats(stats)
+    assert [pair for pair, _ in facts.magnitudes(ELEMS, [("w", "w")])] == [("w", "w")]
+    assert facts.known_pairs(ELEMS) == set(stats.by_pair)
 
 
 def test_magnitudes_of_another_analysis_are_not_taken(tmp_path: Path) -> None:
-    catalog = Catalog(tmp_path)
-    catalog.put_stats(listed())
-    (own,) = tmp_path.rglob("*.magnitudes.*.parquet")
-    catalog.put_stats(listed(seed=9))
-    (other,) = set(tmp_path.rglob("*.magnitudes.*.parquet")) - {own}
+    facts = facts_in(tmp_path)
+    facts.put_stats(listed())
+    (own,) = tmp_path.rglob("*.parquet")
+    facts.put_stats(listed(seed=9))
+    (other,) = set(tmp_path.rglob("*.parquet")) - {own}
     own.write_bytes(other.read_bytes())
-    ((_, found),) = catalog.magnitudes(*IDS, [("w", "w")])
+    ((_, found),) = facts.magnitudes(ELEMS, [("w", "w")])
     assert arrays(found) == arrays(some_magnitudes(3, 9))

@@ -11,7 +11,7 @@ from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.catalog.queries import Rows
 from mergepipe_pipeline.catalog.views import FILES, VIEWS
 from mergepipe_pipeline.errors import MergePipeError
-from tests.catalog.facts import checkpoint, some_stats
+from tests.catalog.facts import checkpoint, put_contents, some_stats
 
 ROWS = {
     "registrations": 2,
@@ -39,9 +39,10 @@ def empty(tmp_path: Path) -> Catalog:
 def filled(empty: Catalog) -> Catalog:
     empty.register(checkpoint(mtime_ns=1), None)
     empty.register(checkpoint(mtime_ns=2), "base")
-    empty.put_digests("d" * 24, {"w": "0"})
-    empty.put_stats(some_stats())
-    empty.put_fact("b" * 24, "c" * 24, "trim-0.2", {"w": (1, 2, 0.0), "v": (3, 4, 0.0)})
+    put_contents(empty, "d" * 24, w="0")
+    facts = empty.facts("b" * 24, "c" * 24)
+    facts.put_stats(some_stats())
+    facts.put_fact("trim-0.2", {"w": (1, 2, 0.0), "v": (3, 4, 0.0)})
     return empty
 
 
@@ -68,14 +69,16 @@ def test_every_view_has_exactly_its_documented_columns(
 
 
 def test_every_column_of_every_file_is_in_some_view() -> None:
+    kept = {"coarse", "fine", "entries", "bits", "counts"}  # for reads and thresholds alone
     for name, files in FILES.items():
-        told = {c for v in VIEWS.values() if v.source == name for c in v.columns}
-        assert told == set(files.columns.names)
+        views = [v for v in VIEWS.values() if v.source == name]
+        told = {v.of_lists.get(c, c) for v in views for c in v.columns}
+        assert told - {"range(len(block_l2sq))"} == set(files.columns.names) - kept
 
 
 def test_statistics_of_two_passes_and_facts_of_a_group_are_in_one_view(filled: Catalog) -> None:
-    filled.put_stats(some_stats(names=["u"], blocks=5))
-    filled.put_fact("b" * 24, "group-0123", "gram-delta", {"w": (0.5,) * 9})
+    filled.facts("b" * 24, "c" * 24).put_stats(some_stats(names=["u"], blocks=5))
+    filled.facts("b" * 24, "group-0123").put_fact("gram-delta", {"w": (0.5,) * 9})
     assert filled.sql("SELECT tensor, base_tensor FROM tensor_stats ORDER BY 1")[1] == [
         (name, name) for name in "uvw"
     ]
@@ -117,13 +120,13 @@ def test_bad_sql_is_explained_with_the_views(filled: Catalog, query: str) -> Non
 def test_a_damaged_file_is_said_and_left_out_of_a_query_that_names_its_view(
     filled: Catalog, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    filled.put_digests("e" * 24, {"w": "1"})
-    (path,) = tmp_path.rglob(f"digests/v3/{'d' * 24}.*.parquet")
+    put_contents(filled, "e" * 24, w="1")
+    (path,) = tmp_path.rglob(f"contents/v1/{'d' * 24}.*.parquet")
     data = path.read_bytes()
     path.write_bytes(data.replace(b"w", b"v", 1))
     assert filled.sql("SELECT count(*) FROM tensors")[1] == [(4,)]
     assert caplog.messages == []
-    assert filled.sql("SELECT checkpoint_id, digest FROM digests")[1] == [("e" * 24, "1")]
+    assert filled.sql("SELECT checkpoint_id FROM digests")[1] == [("e" * 24,)]
     assert [str(path) in m for m in caplog.messages] == [True]
 
 
@@ -164,7 +167,7 @@ HOSTILE = [
 def test_no_query_can_write_a_file_not_even_into_the_catalog(
     filled: Catalog, tmp_path: Path, query: str
 ) -> None:
-    folder = next(tmp_path.rglob("digests/v3"))
+    folder = next(tmp_path.rglob("contents/v1"))
     before = sorted(tmp_path.rglob("*"))
     for target in (folder / "new.parquet", next(folder.iterdir())):
         with pytest.raises(MergePipeError, match=r"query failed.*SQL over the views"):
@@ -246,7 +249,7 @@ def test_exporting_over_an_existing_file_is_refused(filled: Catalog, tmp_path: P
 
 
 def test_an_export_leaves_out_a_damaged_file(filled: Catalog, tmp_path: Path) -> None:
-    (path,) = tmp_path.rglob("digests/v3/*.parquet")
+    (path,) = tmp_path.rglob("contents/v1/*.parquet")
     path.write_bytes(b"junk")
     filled.export(tmp_path / "out.duckdb")
     with duckdb.connect(str(tmp_path / "out.duckdb"), read_only=True) as connection:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -12,11 +14,11 @@ from hypothesis import strategies as st
 
 from mergepipe_pipeline.catalog import arrow_tables as tables
 from mergepipe_pipeline.catalog import stats_tables
+from mergepipe_pipeline.catalog.pairs import PairFacts
 from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.domain.stats import ExpertStats
 from mergepipe_pipeline.errors import CorruptionError
 from tests.catalog.facts import (
-    SHA,
     TENSOR_NAMES,
     checkpoint,
     checkpoints,
@@ -44,22 +46,14 @@ def test_checkpoints_of_one_architecture_share_the_names_of_their_tensors() -> N
     assert (one, one.name is other.name) == (other, True)
 
 
-def test_a_checkpoint_stored_before_there_were_kinds_is_full() -> None:
-    table, meta = tables.decode(tables.encode_checkpoint(checkpoint()), "f", tables.TENSORS)
-    older = tables.encode(table, {k: meta[k] for k in ("files", "config")})
-    assert tables.decode_checkpoint(older, "f", "m", "/models/m") == checkpoint()
-
-
 @settings(max_examples=40, deadline=None)
 @given(expert_stats())
 def test_statistics_round_trip_to_the_bit(stats: ExpertStats) -> None:
-    assert same(stats_tables.decode_stats(*stats_tables.encode_stats(stats), "t", "b"), stats)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.dictionaries(TENSOR_NAMES, SHA))
-def test_digests_round_trip(digests: dict[str, str]) -> None:
-    assert tables.decode_digests(tables.encode_digests(digests), "f") == digests
+    with tempfile.TemporaryDirectory() as tmp:
+        facts = PairFacts(Path(tmp), stats.base_id, stats.checkpoint_id)
+        facts.put_stats(stats)
+        assert same(facts.stats(stats.block_elems), stats)
+        assert facts.known_pairs(stats.block_elems) == stats.by_pair.keys()
 
 
 @settings(max_examples=40, deadline=None)
@@ -75,14 +69,6 @@ def test_the_rules_that_keep_none_and_all_round_trip() -> None:
         "all": (0, 1 << 62),
     }
     assert tables.decode_facts(tables.encode_facts(facts, "k"), "f") == facts
-
-
-def test_blocks_that_do_not_fit_their_tensors_are_corruption_and_both_files_are_named() -> None:
-    tensors, _ = stats_tables.encode_stats(some_stats())
-    _, blocks = stats_tables.encode_stats(some_stats(blocks=4))
-    pattern = "two/blocks.*6 blocks, as one/tensors implies, found 8 blocks"
-    with pytest.raises(CorruptionError, match=pattern):
-        stats_tables.decode_stats(tensors, blocks, "one/tensors", "two/blocks")
 
 
 def test_equal_facts_are_equal_bytes() -> None:
@@ -113,14 +99,10 @@ def foreign_parquet(data: bytes) -> bytes:
     [no_parquet, foreign_parquet, lambda d: d[: len(d) // 2], lambda d: b"", lambda d: b"{}"],
 )
 def test_a_damaged_file_is_corruption_and_is_named(damage: Callable[[bytes], bytes]) -> None:
-    stats, blocks = stats_tables.encode_stats(some_stats())
     readers: list[Callable[[], object]] = [
         lambda: tables.decode_checkpoint(
             damage(tables.encode_checkpoint(checkpoint())), "the/file", "m", "r"
         ),
-        lambda: stats_tables.decode_stats(damage(stats), blocks, "the/file", "other"),
-        lambda: stats_tables.decode_stats(stats, damage(blocks), "other", "the/file"),
-        lambda: tables.decode_digests(damage(tables.encode_digests({"w": "0"})), "the/file"),
         lambda: tables.decode_facts(
             damage(tables.encode_facts({"w": (1, 2, 3.0)}, "k")), "the/file"
         ),
@@ -133,8 +115,4 @@ def test_a_damaged_file_is_corruption_and_is_named(damage: Callable[[bytes], byt
 def test_one_kind_of_fact_is_not_taken_for_another() -> None:
     facts = tables.encode_facts({"w": (1, 2, 3.0)}, "k")
     with pytest.raises(CorruptionError, match="the/file"):
-        tables.decode_digests(facts, "the/file")
-    with pytest.raises(CorruptionError, match="the/file"):
         tables.decode_checkpoint(facts, "the/file", "m", "r")
-    with pytest.raises(CorruptionError, match="the/file"):
-        stats_tables.decode_stats(facts, facts, "the/file", "other")

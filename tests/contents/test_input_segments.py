@@ -167,10 +167,10 @@ def test_segments_that_the_catalog_lost_are_taken_again_and_only_from_what_was_a
 ) -> None:
     text = recipe(inputs, "ties", METHODS["ties"])
     expected = run(home, text).snapshot.snapshot_id
-    for folder in (home.actions_dir, home.catalog_dir / "segments"):
+    for folder in (home.actions_dir, home.catalog_dir / "contents"):
         shutil.rmtree(folder)
     assert run(home, text).snapshot.snapshot_id == expected
-    for folder in (home.actions_dir, home.catalog_dir / "segments"):
+    for folder in (home.actions_dir, home.catalog_dir / "contents"):
         shutil.rmtree(folder)
     plan = make_plan(home, parse(text, name="r", where="r"), block_elems=4096)
     name = max((t for layer in plan.layers for t in layer.tasks), key=lambda t: t.out_nbytes).name
@@ -217,8 +217,7 @@ def test_a_plan_whose_inputs_are_known_no_longer_takes_only_the_bytes_it_was_mad
     plan = make_plan(home, parse(text, name="r", where="r"), block_elems=4096)
     view = max((e.view for t in plan.layers[0].tasks for e in t.experts), key=lambda v: v.numel)
     root = Path(plan.sources[view.stored[0].source].root)
-    for known in ("digests", "segments"):
-        shutil.rmtree(home.catalog_dir / known)
+    shutil.rmtree(home.catalog_dir / "contents")
     flip(root, view.name, 0.3)
     with pytest.raises(CorruptionError, match=view.name):
         run_plan(home, plan)

@@ -16,7 +16,7 @@ from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_plan
-from mergepipe_pipeline.facts import expert_stats
+from mergepipe_pipeline.facts import passes
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.storage import atomic
 from mergepipe_pipeline.verbs.analyze import analyze
@@ -136,7 +136,7 @@ def test_an_analysis_that_was_killed_is_not_gone_on_with_from_another_model(
         def killed(*_: object) -> None:
             raise KeyboardInterrupt
 
-        patch.setattr(expert_stats._Findings, "wait", killed)
+        patch.setattr(passes._Findings, "wait", killed)
         with pytest.raises(KeyboardInterrupt):
             analyze(home, ["expert_00"])
     roots = inputs / "base", inputs / "other" / "expert_00"

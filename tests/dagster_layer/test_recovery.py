@@ -12,7 +12,7 @@ import dagster as dg
 import pytest
 from dagster import DagsterRunStatus as Status
 
-from mergepipe_pipeline.catalog.formats import DIGESTS
+from mergepipe_pipeline.catalog.formats import CONTENTS
 from mergepipe_pipeline.definitions import build_definitions
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.errors import MergePipeError
@@ -47,15 +47,15 @@ def released(home: Warehouse, ticker: Ticker, drop: Drop) -> str:
 
 def lose_digests(home: Warehouse) -> None:
     checkpoint_id = home.catalog.get("expert_00").checkpoint.checkpoint_id
-    for path in (home.catalog_dir / DIGESTS).glob(f"{checkpoint_id}.*"):
+    for path in (home.catalog_dir / CONTENTS).glob(f"{checkpoint_id}.*"):
         path.unlink()
 
 
 def flip_digests(home: Warehouse, name: str = "expert_00") -> None:
     checkpoint_id = home.catalog.get(name).checkpoint.checkpoint_id
-    (path,) = (home.catalog_dir / DIGESTS).glob(f"{checkpoint_id}.*")
+    (path,) = (home.catalog_dir / CONTENTS).glob(f"{checkpoint_id}.*")
     data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
+    data[-40] ^= 1
     path.write_bytes(data)
 
 

@@ -32,7 +32,7 @@ def _merge_on_a_full_disk(home: Path, recipe: Path, disk: Path) -> tuple[dict[st
     """
     used = subprocess.run(["du", "-sb", str(home)], capture_output=True, text=True, check=True)
     nbytes = 2 * int(used.stdout.split()[0]) + _ROOM_NBYTES  # small files take whole pages
-    written = f"{disk}/w/objects {disk}/w/catalog/block_stats"
+    written = f"{disk}/w/objects {disk}/w/catalog/facts"
     merge = [sys.executable, "-m", "mergepipe_pipeline.cli.main", "merge", str(recipe), "--json"]
     disk.mkdir()
     steps = (
@@ -69,7 +69,7 @@ def test_a_merge_that_does_not_fit_the_disk_is_refused_before_a_layer_is_written
     written = lines[lines.index("20") + 1 :]
     assert not [line for line in written if "/objects/" in line]
     if not are_known:  # nor is an expert read
-        assert not [line for line in written if "/block_stats/" in line]
+        assert not [line for line in written if "/facts/" in line]
 
 
 #: Packs an expert on a disk that has less and less room, and says how that ends.

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from mergepipe_pipeline.analysis import cuts, scales
-from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.catalog.pairs import PairFacts
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_plan
-from mergepipe_pipeline.facts import expert as facts
+from mergepipe_pipeline.facts import analysed as facts
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.verbs.analyze import analyze
 from mergepipe_pipeline.verbs.register import register
@@ -90,7 +90,7 @@ def test_thresholds_from_the_catalog_give_the_merges_of_those_from_a_pass(
         return plan.plan_id, outcome.snapshot.manifest.shards, n_open
 
     *listed, n_open = snapshot("listed")
-    monkeypatch.setattr(Catalog, "magnitudes", lambda *_: iter(()))
+    monkeypatch.setattr(PairFacts, "magnitudes", lambda *_: iter(()))
     *passed, n_open_by_pass = snapshot("passed")
     assert listed == passed
     assert n_open > 0 == n_open_by_pass
@@ -128,15 +128,3 @@ def test_thresholds_are_found_again_on_their_own_grid_only(
         rules = [e.trim for lay in plan.layers for task in lay.tasks for e in task.experts]
         starts = {r.tie_stop_elem % block_elems for r in rules if r is not None and r.is_open}
         assert starts == {0}
-
-
-def test_thresholds_of_an_older_catalog_stay_as_they_are(
-    home: Warehouse, recipe_text: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    raw = parse(recipe_text(), name="test", where="test")
-    with monkeypatch.context() as patch:
-        patch.setattr(Catalog, "magnitudes", lambda *_: iter(()))
-        old = make_plan(home, raw)
-    with tensor_reads() as reads:
-        assert make_plan(home, raw) == old
-    assert not reads

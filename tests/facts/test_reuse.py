@@ -20,7 +20,7 @@ from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.domain.stats import TensorStats
 from mergepipe_pipeline.domain.view import Run
-from mergepipe_pipeline.facts.expert_stats import ensure_stats
+from mergepipe_pipeline.facts.analysed import AnalysedExpert
 from mergepipe_pipeline.resolution.locate import Places
 from mergepipe_pipeline.resolution.open_models import open_pair
 from mergepipe_pipeline.verbs.analyze import analyze
@@ -51,10 +51,9 @@ def described() -> Iterator[list[str]]:
 
 def known(home: Warehouse, name: str) -> dict[tuple[str, str], TensorStats]:
     expert, base = open_pair(*map(Places(home).locate, (name, "base")))
-    ids = base.model_id, expert.model_id, GRID.block_elems
-    stats = home.catalog.stats(*ids)
-    assert stats is not None
-    listed = dict(home.catalog.magnitudes(*ids, stats.by_pair))
+    facts = home.catalog.facts(base.model_id, expert.model_id)
+    stats = facts.stats(GRID.block_elems)
+    listed = dict(facts.magnitudes(GRID.block_elems, stats.by_pair))
     return {p: replace(t, block_magnitudes=listed.get(p)) for p, t in stats.by_pair.items()}
 
 
@@ -214,7 +213,9 @@ def test_nothing_is_taken_over_for_a_view_that_is_not_as_stored(
     below = replace(kinds.base.views["w"], low_rank=low)
     tuned = model_of(*kinds.base.checkpoints, adapter, views=[below])
     for expert, base in ((plain, kinds.base), (reordered, kinds.base), (plain, tuned)):
-        (stats,) = ensure_stats(home, [(expert, [("w", "w")])], base, GRID)
+        analysed = AnalysedExpert(home, expert, base, GRID, [("w", "w")])
+        analysed.complete()
+        stats = analysed.stats()
         fresh = analyze_one(expert, base, [("w", "w")], GRID)
         unlisted = replace(fresh.tensors[0], block_magnitudes=None)
         assert figures(stats.tensors[0]) == figures(unlisted)
@@ -233,10 +234,10 @@ def test_a_known_copy_whose_files_are_gone_does_not_matter(
     assert_as_if_read(analyzed, "moved")
 
 
-def test_magnitudes_that_an_expert_lost_are_read_again_and_not_taken_over_from_itself(
+def test_an_analysis_that_an_expert_lost_is_read_again_and_not_taken_over_from_itself(
     analyzed: Warehouse,
 ) -> None:
-    (file,) = analyzed.catalog_dir.glob("block_stats/*/*/*.magnitudes.*.parquet")
+    (file,) = analyzed.catalog_dir.glob("facts/*/*/*/b*.parquet")
     file.unlink()
     analyze(analyzed, ["expert"], base="base", block_elems=GRID.block_elems)
     assert file.exists()

@@ -9,12 +9,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mergepipe_pipeline.catalog.arrow_tables import encode_digests
+from mergepipe_pipeline.catalog.arrow_tables import encode
 from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.execution.planning import make_plan
@@ -28,11 +29,9 @@ from tests.catalog.flips import flipped
 #: Kind to what is in the path of its files.
 KINDS = {
     "checkpoint": "/checkpoints/",
-    "digests": "/digests/",
-    "thresholds": "/tensor_facts/",
-    "tensor statistics": ".tensors.",
-    "block statistics": ".blocks.",
-    "magnitudes": ".magnitudes.",
+    "contents": "/contents/",
+    "thresholds": "/keep-largest",
+    "statistics": "/b",
 }
 flips = settings(
     max_examples=8,
@@ -43,7 +42,8 @@ flips = settings(
 
 def files(home: Warehouse, kind: str) -> list[Path]:
     """The files of a kind, sorted."""
-    return sorted(p for p in home.catalog_dir.rglob("*.parquet") if KINDS[kind] in str(p))
+    found = (p.relative_to(home.catalog_dir) for p in home.catalog_dir.rglob("*.parquet"))
+    return sorted(home.catalog_dir / p for p in found if KINDS[kind] in f"/{p}")
 
 
 @pytest.fixture
@@ -69,8 +69,9 @@ def test_a_flipped_bit_in_the_catalog_is_said_and_changes_no_plan(
     kind: str,
     draw: st.DataObject,
 ) -> None:
-    if kind == "magnitudes":  # which are read where thresholds are not known yet
-        shutil.rmtree(next(home.catalog_dir.glob("tensor_facts")))
+    if kind == "statistics":  # magnitudes are read where thresholds are not known yet
+        for path in files(home, "thresholds"):
+            path.unlink()
     paths = files(home, kind)
     path = paths[draw.draw(st.integers(0, 1 << 10)) % len(paths)]
     data = path.read_bytes()
@@ -78,8 +79,8 @@ def test_a_flipped_bit_in_the_catalog_is_said_and_changes_no_plan(
     caplog.clear()
     assert make_plan(home, raw) == planned
     told = [m for m in caplog.messages if str(path) in m]
-    if not told:  # of magnitudes, some are not read
-        assert kind == "magnitudes"
+    if not told:  # some parts are not read
+        assert kind in ("statistics", "contents")
         path.write_bytes(data)
     caplog.clear()
     assert path.read_bytes() == data
@@ -115,9 +116,10 @@ def test_false_digests_give_no_false_lineage(
     home: Warehouse, raw: ParsedRecipe, planned: MergePlan
 ) -> None:
     lineage = run_plan(home, planned).snapshot.manifest.inputs
-    for path in files(home, "digests"):
-        tensors = pq.read_table(path)["tensor"].to_pylist()
-        path.write_bytes(encode_digests(dict.fromkeys(tensors, "0" * 64)))
+    for path in files(home, "contents"):
+        table = pq.read_table(path)
+        wrong = pa.array(["0" * 64] * len(table))
+        path.write_bytes(encode(table.set_column(1, "digest", wrong), {}))
     assert run_plan(home, make_plan(home, raw)).snapshot.manifest.inputs == lineage
 
 

@@ -146,7 +146,7 @@ def test_steps_of_a_merge_on_their_own_name_a_damaged_rest(files: Path, tmp_path
     with pytest.raises(CorruptionError) as refused:
         list(run_layers(warehouse, plan))
     assert str(path) in str(refused.value)
-    shutil.rmtree(warehouse.catalog_dir / "block_stats")
+    shutil.rmtree(warehouse.catalog_dir / "facts")
     with pytest.raises(CorruptionError) as refused:
         analyze(warehouse, ["e0"])
     assert str(path) in str(refused.value)

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from mergepipe_pipeline.catalog.formats import DIGESTS, SEGMENTS
-from mergepipe_pipeline.contents.tensor_digests import ensure_digests
+from mergepipe_pipeline.catalog.formats import CONTENTS
 from mergepipe_pipeline.domain.stats import ExpertStats
-from mergepipe_pipeline.facts import expert_stats as verb
+from mergepipe_pipeline.facts import passes
 from mergepipe_pipeline.progress import Silent
 from mergepipe_pipeline.resolution.locate import locate_registered
 from mergepipe_pipeline.verbs.analyze import analyze
@@ -60,7 +59,7 @@ def nbytes_of(home: Warehouse, name: str) -> int:
 
 def stats_of(home: Warehouse, name: str) -> ExpertStats:
     base, expert = (locate_registered(home, n).checkpoint.checkpoint_id for n in ("base", name))
-    return home.catalog.stats(base, expert, BLOCK) or ExpertStats(base, expert, BLOCK, ())
+    return home.catalog.facts(base, expert).stats(BLOCK)
 
 
 def figures_of(home: Warehouse, name: str) -> dict[tuple[str, str], dict[str, object]]:
@@ -92,20 +91,19 @@ def test_a_second_analysis_reads_nothing(registered: Warehouse) -> None:
     ]
 
 
-def test_digests_that_are_lost_follow_from_those_of_segments(registered: Warehouse) -> None:
+def test_contents_that_are_lost_are_taken_again_and_equal(registered: Warehouse) -> None:
     analyze(registered, ["expert_00"], block_elems=BLOCK)
-    folder = registered.catalog_dir / DIGESTS
-    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+    folder = registered.catalog_dir / CONTENTS
+    digests = registered.catalog.digests
+    before = digests(_id(registered, "expert_00"))
+    assert before is not None
     shutil.rmtree(folder)
-    with tensor_reads() as reads:
-        for name in ("base", "expert_00"):
-            ensure_digests(registered, locate_registered(registered, name).checkpoint)
-    assert not reads
-    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
-    shutil.rmtree(folder)
-    shutil.rmtree(registered.catalog_dir / SEGMENTS)
     analyze(registered, ["expert_00"], block_elems=BLOCK)
-    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+    assert digests(_id(registered, "expert_00")) == before
+
+
+def _id(home: Warehouse, name: str) -> str:
+    return locate_registered(home, name).checkpoint.checkpoint_id
 
 
 def test_the_known_digests_are_listed_a_few_times_whatever_the_number_of_tensors(
@@ -122,7 +120,7 @@ def test_the_known_digests_are_listed_a_few_times_whatever_the_number_of_tensors
     analyze(registered, names, block_elems=BLOCK)
     checkpoints = [locate_registered(registered, name).checkpoint for name in ("base", *names)]
     tensors = sum(len(c.tensors) for c in checkpoints)
-    assert 0 < listed.count(registered.catalog_dir / DIGESTS) < tensors / 2
+    assert 0 < listed.count(registered.catalog_dir / CONTENTS) < tensors / 2
 
 
 def test_what_is_found_does_not_depend_on_how_experts_are_put_together(
@@ -134,7 +132,7 @@ def test_what_is_found_does_not_depend_on_how_experts_are_put_together(
     register(other, family / "base", "base")
     for name in reversed(names):
         register(other, family / name, base="base")
-    monkeypatch.setattr(verb, "_EXPERTS_PER_PASS", 3)
+    monkeypatch.setattr(passes, "_EXPERTS_PER_PASS", 3)
     with tensor_reads() as reads:
         analyze(other, names[::-1], block_elems=BLOCK)
     assert of(reads, "base") == 2 * nbytes_of(other, "base")
@@ -147,7 +145,7 @@ def test_a_crash_leaves_what_was_saved_and_the_next_run_reads_only_the_rest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     names = ["expert_00", "expert_01", "expert_02"]
-    monkeypatch.setattr(verb, "_SAVE_NBYTES", 1)
+    monkeypatch.setattr(passes, "_SAVE_NBYTES", 1)
     total = sum(nbytes_of(registered, n) for n in names)
     with pytest.raises(CrashError, match="analyze"):
         analyze(registered, names, block_elems=BLOCK, progress=CrashAfter(int(share * total)))
@@ -175,7 +173,7 @@ def test_a_crash_leaves_what_was_saved_and_the_next_run_reads_only_the_rest(
 def test_a_pass_continued_after_a_crash_still_yields_digests(
     registered: Warehouse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verb, "_SAVE_NBYTES", 1)
+    monkeypatch.setattr(passes, "_SAVE_NBYTES", 1)
     half = nbytes_of(registered, "expert_00") // 2
     with pytest.raises(CrashError, match="analyze"):
         analyze(registered, ["expert_00"], block_elems=BLOCK, progress=CrashAfter(half))
@@ -188,4 +186,4 @@ def test_a_pass_continued_after_a_crash_still_yields_digests(
 
 def test_without_a_crash_little_is_saved_at_once(registered: Warehouse) -> None:
     analyze(registered, ["expert_00", "expert_01"], block_elems=BLOCK)
-    assert len(list(registered.catalog_dir.rglob("*.tensors.*.parquet"))) == 2
+    assert len(list(registered.catalog_dir.glob("facts/*/*/*/b*.parquet"))) == 2

@@ -26,6 +26,7 @@ from mergepipe_pipeline.checkpoints.header import build_header
 from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TIERS, PackedTensor
+from mergepipe_pipeline.domain.segments import COARSE_ELEMS, Segments
 from mergepipe_pipeline.domain.stats import (
     HIST_SHIFT,
     SAMPLE_WIDTH,
@@ -165,10 +166,12 @@ def prepare(home: Warehouse, n_experts: int, layers: int) -> None:
         if catalog.digests(checkpoint_id) is None:
             if n:
                 stats = synthetic(n, tensors)
-                catalog.put_stats(ExpertStats(ids[0], checkpoint_id, BLOCK_ELEMS, stats))
-                catalog.put_fact(ids[0], checkpoint_id, "keep-largest", thresholds(stats))
-            digests = {t[0]: f"{n:032x}{i:032x}" for i, t in enumerate(tensors)}
-            catalog.put_digests(checkpoint_id, digests)
+                facts = catalog.facts(ids[0], checkpoint_id)
+                facts.put_stats(ExpertStats(ids[0], checkpoint_id, BLOCK_ELEMS, stats))
+                facts.put_fact("keep-largest", thresholds(stats))
+            digests = {t[0]: f"{n:08x}{i:08x}".encode() for i, t in enumerate(tensors)}
+            taken = {name: (Segments(COARSE_ELEMS, of),) for name, of in digests.items()}
+            catalog.contents(checkpoint_id).put(taken, list(digests))
             print(f"\r{n} of {n_experts} experts", end="", file=sys.stderr, flush=True)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -257,8 +258,8 @@ def _files(home: Path, world: Path) -> dict[str, list[Path]]:
     for path in sorted(p for p in home.rglob("*") if p.is_file()):
         parts = path.relative_to(home).parts
         kind = "/".join(parts[:2]) if parts[0] == "catalog" else parts[0]
-        if parts[:2] == ("catalog", "block_stats"):
-            kind = f"catalog/{next(k for k in path.name.split('.')[::-1] if k in _STATS)}"
+        if parts[:2] == ("catalog", "facts"):
+            kind = f"catalog/{'statistics' if re.match(r'b[0-9]', path.name) else 'facts'}"
         if parts[0] == "packs":
             kind = f"packs/{path.suffix[1:]}"
         if parts[0] == "snapshots":
@@ -273,7 +274,6 @@ def _files(home: Path, world: Path) -> dict[str, list[Path]]:
     return kinds
 
 
-_STATS = ("tensors", "blocks", "magnitudes", "block_stats")
 _ROLES = {
     "manifest.json": "manifest",
     "provenance.json": "provenance",

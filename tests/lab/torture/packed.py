@@ -19,7 +19,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mergepipe_pipeline.catalog.arrow_tables import FACTS_KEY, encode
-from mergepipe_pipeline.catalog.row_groups import footer_of
 from mergepipe_pipeline.catalog.seals import place_of, seal_of, sealed_path
 from mergepipe_pipeline.digest import SEAL_KEY, digest_json, seal, sha256_hex, unseal
 from mergepipe_pipeline.domain.pack import TensorContent
@@ -122,7 +121,7 @@ class Forger:
         part = draw.choice(list(_PARTS)) if kind == "tables" else ""
         for stem, groups in parts.tables.items():
             data = self._table(stem, groups, is_odd=stem == part)
-            parts.meta[stem] = seal_of(footer_of(data), place_of(place, stem))
+            parts.meta[stem] = seal_of(data, place_of(place, stem))
             out[sealed_path(place, stem, parts.meta[stem]).name] = data
         if kind == "meta":
             odd_leaf(draw, parts.meta)

@@ -40,7 +40,7 @@ _FAULTS = st.none() | st.builds(
     Fault, st.sampled_from(KINDS), st.integers(0, 220), st.integers(0, 1 << 30)
 )
 #: What can be made again. A catalog without seals cannot tell a flip from a fact.
-_DERIVED = ["actions", "plans", "catalog/block_stats", "catalog/tensor_facts", "catalog/digests"]
+_DERIVED = ["actions", "plans", "catalog/facts", "catalog/contents"]
 _HAS_SEALS = importlib.util.find_spec("mergepipe_pipeline.catalog.seals") is not None
 
 

@@ -151,7 +151,7 @@ def test_the_first_merge_of_a_pulled_expert_is_planned_as_the_second(
     _run(there, "pull-pack", to, "--base", "foundation")
     assert all(there.catalog.has_content(name) for name in ("e0", "e1"))
     first = merged(there, text, budget="20%")
-    for folder in ("digests", "block_stats", "segments", "tensor_facts"):
+    for folder in ("contents", "facts"):
         shutil.rmtree(there.catalog_dir / folder, ignore_errors=True)
     again = merged(there, text, budget="20%")
     assert first.plan.estimates.strategy == again.plan.estimates.strategy == "packs"

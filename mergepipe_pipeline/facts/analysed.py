@@ -1,9 +1,8 @@
-"""Facts of whole tensors about one expert: trim thresholds, outlier bounds, rescale factors.
+"""All facts of one expert against one base: statistics, thresholds, outlier bounds, factors.
 
-Each is computed once per (base, expert, tensor, parameters), thresholds from the magnitudes that
-the catalog lists, the rest by a pass over the tensor, and stored in the catalog. Part of planning;
-`domain.operator.Fact` says who asks for which. Facts about several experts together are in
-`group`.
+Each is computed once per (base, expert, tensor, parameters) and kept in the catalog; nothing else
+asks the catalog for them. `domain.operator.Fact` says who asks for which. Facts about several
+experts together are in `group`.
 """
 
 from __future__ import annotations
@@ -11,27 +10,26 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
-from mergepipe_pipeline.catalog.catalog import Fact
+from mergepipe_pipeline.catalog.pairs import Fact, Pair
 from mergepipe_pipeline.catalog.stats_tables import Histogram
-from mergepipe_pipeline.contents.input_segments import Inputs, checkpoint_inputs
+from mergepipe_pipeline.contents.input_segments import checkpoint_inputs
 from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.domain.operator import Fact as Kind
 from mergepipe_pipeline.domain.plan import ENGINE_VERSION, ExpertInput, TensorTask, TrimRule
 from mergepipe_pipeline.domain.recipe import Params
-from mergepipe_pipeline.domain.stats import ExpertStats, Magnitudes
-from mergepipe_pipeline.facts.expert_stats import ensure_stats
+from mergepipe_pipeline.domain.stats import ExpertStats, Magnitudes, TensorStats
+from mergepipe_pipeline.dtypes import FLOATING
+from mergepipe_pipeline.facts.passes import complete
 from mergepipe_pipeline.operators.steps.sparsify import band_counts, trim_count
 from mergepipe_pipeline.planner.kept_sq_norm import Kept, kept_sq_norm, kurtosis
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.warehouse import Warehouse
 
-Pair = tuple[str, str]
 #: (output tensor, input number) as `planner.parts.TensorFacts` asks.
 Place = tuple[str, int]
-#: Loads the histograms of one expert.
-Load = Callable[[], Mapping[Pair, Histogram]]
 
 
 @dataclass(frozen=True)
@@ -69,11 +67,12 @@ class FactTables:
     kurtosis: dict[Place, float] = field(default_factory=dict)
 
 
-class ExpertFacts:
-    """Finds the facts of one expert against one base, computing what the catalog lacks.
+class AnalysedExpert:
+    """An expert, a base and a block grid, with all that is known of the expert's deltas.
 
-    `stats` may lack histograms, which `load` gives. They go with this object: those of all experts
-    together would be most of what planning holds.
+    What the catalog lacks is found and remembered: statistics by a pass over the tensors `pairs`,
+    thresholds from listed magnitudes, other facts by a pass over the tensor. Histograms go with
+    this object: those of all experts together would be most of what planning holds.
     """
 
     def __init__(
@@ -81,15 +80,50 @@ class ExpertFacts:
         warehouse: Warehouse,
         expert: Model,
         base: Model,
-        stats: ExpertStats,
-        load: Load,
-        progress: Progress | None,
+        grid: BlockGrid,
+        pairs: Sequence[Pair],
+        progress: Progress | None = None,
     ) -> None:
-        self._warehouse, self._catalog = warehouse, warehouse.catalog
-        self._expert, self._base, self._stats = expert, base, stats
-        self._load = load
-        self._grid = BlockGrid(stats.block_elems)
-        self._progress = progress or Silent()
+        self.warehouse, self.expert, self.base = warehouse, expert, base
+        self.grid, self.pairs, self.progress = grid, pairs, progress or Silent()
+        self._facts = warehouse.catalog.facts(base.model_id, expert.model_id)
+        self._stats: tuple[frozenset[str], ExpertStats] | None = None
+
+    def missing(self) -> list[Pair]:
+        """The part of `pairs` that has no statistics yet."""
+        return self._facts.missing_pairs(self.grid.block_elems, self.pairs)
+
+    def complete(self) -> None:
+        """Make the statistics of `pairs` known; of several experts `passes.complete` does it."""
+        complete([self])
+
+    def put(self, tensors: tuple[TensorStats, ...]) -> None:
+        """Remember statistics that a pass has found, or that hold for equal contents."""
+        ids = self.base.model_id, self.expert.model_id, self.grid.block_elems
+        self._facts.put_stats(ExpertStats(*ids, tensors))
+
+    def stats(self, without: Collection[str] = ()) -> ExpertStats:
+        """The statistics of `pairs`, without magnitudes; see `PairFacts.stats`."""
+        if self._stats is None or self._stats[0] != frozenset(without):
+            stats = self._facts.stats(self.grid.block_elems, without=without)
+            if not stats.by_pair.keys() >= set(self.pairs):  # of a file that turned out damaged
+                self.complete()
+                stats = self._facts.stats(self.grid.block_elems, without=without)
+            self._stats = frozenset(without), stats
+        return self._stats[1]
+
+    @cached_property
+    def histograms(self) -> Mapping[Pair, Histogram]:
+        """How large the deltas of `pairs` are, by (expert's tensor, base's tensor)."""
+        histograms = self._facts.histograms(self.grid.block_elems)
+        if not histograms.keys() >= set(self.pairs):
+            self.complete()
+            histograms = self._facts.histograms(self.grid.block_elems)
+        return histograms
+
+    def forget_histograms(self) -> None:
+        """Free the memory of `histograms` until they are asked for again."""
+        vars(self).pop("histograms", None)
 
     def add(
         self, kind: Kind, parts: Sequence[Sparsified], tables: FactTables, *, in_full: bool
@@ -116,22 +150,21 @@ class ExpertFacts:
         Call it after `add`, where a part of a merge is weighed.
         """
         for s in (s for s in parts if 0 < s.density < 1):
-            stats = self._with_histograms.by_pair[s.pair]
+            stats = self._with_histogram(s.pair)
             if kind in ("trim", "band"):
                 rules = tables.trims.get(s.place), tables.outliers.get(s.place)
-                tables.kept[s.place] = kept_sq_norm(stats, self._grid, *rules)
+                tables.kept[s.place] = kept_sq_norm(stats, self.grid, *rules)
             else:
                 tables.kurtosis[s.place] = kurtosis(stats)
 
-    @cached_property
-    def _with_histograms(self) -> ExpertStats:
-        histograms = self._load()
-        tensors = (
-            replace(t, hist_bins=histograms[pair][0], hist_counts=histograms[pair][1])
-            for pair, t in self._stats.by_pair.items()
-            if pair in histograms
-        )
-        return replace(self._stats, tensors=tuple(tensors))
+    def _of(self, pair: Pair) -> TensorStats:
+        """Statistics of a tensor; blocks and histogram may be missing."""
+        stats = self._stats[1] if self._stats else self.stats(("sketch", "sample", "hist"))
+        return stats.by_pair[pair]
+
+    def _with_histogram(self, pair: Pair) -> TensorStats:
+        bins, counts = self.histograms[pair]
+        return replace(self._of(pair), hist_bins=bins, hist_counts=counts)
 
     def _add_trims(self, parts: Sequence[Sparsified], tables: FactTables) -> None:
         keeps = {s: trim_count(s.numel, s.density) for s in parts}
@@ -150,35 +183,23 @@ class ExpertFacts:
         """The rule that keeps so many of each tensor's largest |δ|."""
         by_key = {s: f"{_name(s.pair)}#{keep}" for s, keep in keeps.items()}
         # A cut may be open by a block, and blocks are of the grid.
-        of_grid = f"keep-largest-b{self._stats.block_elems}"
-        facts = self._facts(of_grid) | self._facts("keep-largest")
+        of_grid = f"keep-largest-b{self.grid.block_elems}"
+        facts = self._facts.fact(of_grid) | self._facts.fact("keep-largest")
         missing = {s: keep for s, keep in keeps.items() if by_key[s] not in facts}
         if missing:
             listed = {by_key[s]: astuple(rule) for s, rule in self._listed(missing)}
             facts |= self._remember(of_grid, listed)
             missing = {s: keep for s, keep in missing.items() if by_key[s] not in listed}
-        if missing:
+
+        def rules(batch: Mapping[Sparsified, int], **reading: Any) -> dict[str, Fact]:
             from mergepipe_pipeline.analysis.thresholds import trim_rules
 
-            nbytes = sum(self._expert.views[s.pair[0]].stored_nbytes for s in missing)
-            inputs = self._inputs()
-            with self._progress.task(f"{label} {self._expert.name}", nbytes) as advance:
-                # One count of a tensor at a time: a tensor may be asked for several.
-                fresh: dict[str, Fact] = {}
-                for batch in _distinct(missing):
-                    counts = {s.pair: keep for s, keep in batch.items()}
-                    rules = trim_rules(
-                        self._expert,
-                        self._base,
-                        self._with_histograms,
-                        counts,
-                        known=inputs,
-                        progress=advance,
-                    )
-                    for s in batch:
-                        rule = rules[s.pair]
-                        fresh[by_key[s]] = (rule.threshold_bits, rule.tie_stop_elem)
-            facts |= self._remember("keep-largest", fresh)
+            of = {s.pair: (self._with_histogram(s.pair), keep) for s, keep in batch.items()}
+            found = trim_rules(self.expert, self.base, of, **reading)
+            both = ((by_key[s], found[s.pair]) for s in batch)
+            return {key: (rule.threshold_bits, rule.tie_stop_elem) for key, rule in both}
+
+        facts |= self._remember("keep-largest", self._read(label, missing, rules))
         return {s: TrimRule(*map(int, facts[by_key[s]])) for s in keeps}
 
     def _listed(self, keeps: Mapping[Sparsified, int]) -> Iterator[tuple[Sparsified, TrimRule]]:
@@ -187,62 +208,70 @@ class ExpertFacts:
 
         open_rules: dict[Pair, list[Sparsified]] = {}
         for s, keep in keeps.items():
-            if rule := plain_rule(self._stats.by_pair[s.pair], keep):
+            if rule := plain_rule(self._of(s.pair), keep):
                 yield s, rule
             else:
                 open_rules.setdefault(s.pair, []).append(s)
         for pair, magnitudes in self._magnitudes(open_rules):
+            stats = self._with_histogram(pair)
             for s in open_rules[pair]:
-                stats = self._with_histograms.by_pair[pair]
-                yield s, open_rule(stats, magnitudes, keeps[s], self._stats.block_elems)
+                yield s, open_rule(stats, magnitudes, keeps[s], self.grid.block_elems)
 
     def _magnitudes(self, pairs: Collection[Pair]) -> Iterator[tuple[Pair, Magnitudes]]:
         """The magnitudes of `pairs`, where they have some; damaged files are analysed again."""
-        ids = self._base.model_id, self._expert.model_id, self._stats.block_elems
-        missing = set(pairs)
-        for pair, magnitudes in self._catalog.magnitudes(*ids, pairs):
+        elems, missing = self.grid.block_elems, set(pairs)
+        for pair, magnitudes in self._facts.magnitudes(elems, pairs):
             missing.remove(pair)
             yield pair, magnitudes
-        every = list(self._stats.by_pair)
-        if missing and self._catalog.missing_pairs(*ids, every):
-            experts = [(self._expert, every)]
-            ensure_stats(self._warehouse, experts, self._base, self._grid, self._progress)
-            yield from self._catalog.magnitudes(*ids, missing)
+        if missing and self.missing():
+            self.complete()
+            yield from self._facts.magnitudes(elems, missing)
 
     def _leave_scales_open(self, parts: Sequence[Sparsified], tables: FactTables) -> None:
         for s in parts:
             tables.scales[s.place] = 1 / s.density
-            tables.l1s[s.place] = self._stats.by_pair[s.pair].l1
+            tables.l1s[s.place] = self._of(s.pair).l1
 
     def _add_scales(self, kind: Kind, parts: Sequence[Sparsified], tables: FactTables) -> None:
         by_key = {s: _scale_key(kind, s) for s in parts}
-        facts = self._facts(f"l1-{kind}")
-        missing = [s for s in parts if by_key[s] not in facts]
-        if missing:
+        facts = self._facts.fact(f"l1-{kind}")
+        missing = {s: 0 for s in parts if by_key[s] not in facts}
+
+        def scales(batch: Mapping[Sparsified, int], **reading: Any) -> dict[str, Fact]:
             from mergepipe_pipeline.analysis.scales import l1_scales
 
-            nbytes = sum(self._expert.views[s.pair[0]].stored_nbytes for s in missing)
-            inputs = self._inputs()
-            with self._progress.task(f"rescale factors {self._expert.name}", nbytes) as advance:
-                fresh: dict[str, Fact] = {}
-                for batch in _distinct(dict.fromkeys(missing, 0)):
-                    scales = l1_scales(
-                        self._expert,
-                        self._base,
-                        self._stats,
-                        {s.pair: self._task(s, tables) for s in batch},
-                        kind,
-                        known=inputs,
-                        progress=advance,
-                    )
-                    fresh |= {by_key[s]: (scales[s.pair],) for s in batch}
-            facts |= self._remember(f"l1-{kind}", fresh)
+            tasks = {s.pair: (self._of(s.pair).l1, self._task(s, tables)) for s in batch}
+            found = l1_scales(self.expert, self.base, tasks, kind, **reading)
+            return {by_key[s]: (found[s.pair],) for s in batch}
+
+        facts |= self._remember(f"l1-{kind}", self._read("rescale factors", missing, scales))
         for s in parts:
             (tables.scales[s.place],) = facts[by_key[s]]
 
+    def _read(
+        self,
+        label: str,
+        missing: Mapping[Sparsified, int],
+        find: Callable[..., dict[str, Fact]],
+    ) -> dict[str, Fact]:
+        """What `find` gives for parts by a pass over their tensors, which verifies what it reads.
+
+        One part of a tensor at a time: a tensor may be asked for several.
+        """
+        if not missing:
+            return {}
+        nbytes = sum(self.expert.views[s.pair[0]].stored_nbytes for s in missing)
+        checkpoints = (*self.expert.checkpoints, *self.base.checkpoints)
+        inputs = checkpoint_inputs(self.warehouse, checkpoints, self.progress)
+        fresh: dict[str, Fact] = {}
+        with self.progress.task(f"{label} {self.expert.name}", nbytes) as advance:
+            for batch in _distinct(missing):
+                fresh |= find(batch, known=inputs, progress=advance)
+        return fresh
+
     def _task(self, s: Sparsified, tables: FactTables) -> TensorTask:
         """The task as the engine will see it, for this expert alone."""
-        view = self._expert.views[s.pair[0]]
+        view = self.expert.views[s.pair[0]]
         expert = ExpertInput(
             position=s.position,
             view=view,
@@ -255,18 +284,38 @@ class ExpertFacts:
         )
         return TensorTask(s.place[0], s.shape, view.dtype, "", s.params, s.seed, None, (expert,))
 
-    def _inputs(self) -> Inputs:
-        """What is read for a fact is verified."""
-        checkpoints = (*self._expert.checkpoints, *self._base.checkpoints)
-        return checkpoint_inputs(self._warehouse, checkpoints, self._progress)
-
-    def _facts(self, key: str) -> dict[str, Fact]:
-        return self._catalog.fact(self._base.model_id, self._expert.model_id, key)
-
     def _remember(self, key: str, fresh: Mapping[str, Fact]) -> Mapping[str, Fact]:
         if fresh:
-            self._catalog.put_fact(self._base.model_id, self._expert.model_id, key, fresh)
+            self._facts.put_fact(key, fresh)
         return fresh
+
+
+def analysed_experts(
+    warehouse: Warehouse,
+    models: Sequence[Model],
+    base: Model,
+    grid: BlockGrid,
+    progress: Progress | None = None,
+) -> list[AnalysedExpert]:
+    """The experts against one base, complete for all tensors that each shares with it."""
+    experts = [
+        AnalysedExpert(warehouse, model, base, grid, common_pairs(model, base), progress)
+        for model in models
+    ]
+    complete(experts)
+    return experts
+
+
+def common_pairs(expert: Model, base: Model) -> list[Pair]:
+    """The tensors that both have with equal shape and floating dtypes, in the base's order."""
+    return [
+        (name, name)
+        for name, base_view in base.views.items()
+        if (view := expert.views.get(name)) is not None
+        and view.shape == base_view.shape
+        and view.dtype in FLOATING
+        and base_view.dtype in FLOATING
+    ]
 
 
 def _rescales(params: Params) -> bool:
