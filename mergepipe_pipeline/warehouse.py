@@ -24,7 +24,7 @@ from mergepipe_pipeline.text import listed
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.catalog.catalog import Catalog
-    from mergepipe_pipeline.packs.replaced import ReplacedStore
+    from mergepipe_pipeline.packs.offline import OfflineStore
     from mergepipe_pipeline.packs.store import PackStore
     from mergepipe_pipeline.snapshots.mirror import Mirror
 
@@ -97,7 +97,7 @@ class Warehouse:
             self.searches,
             self.catalog_dir,
             self.packs_dir,
-            self.replaced_dir,
+            self.offline_dir,
             self.plans,
             self.objects_dir,
             self.actions_dir,
@@ -135,11 +135,11 @@ class Warehouse:
         return PackStore(self.packs_dir)
 
     @cached_property
-    def replaced(self) -> ReplacedStore:
-        """The rests of experts whose files were moved away."""
-        from mergepipe_pipeline.packs.replaced import ReplacedStore
+    def offline(self) -> OfflineStore:
+        """What packs need beside them to stand for experts' weight files."""
+        from mergepipe_pipeline.packs.offline import OfflineStore
 
-        return ReplacedStore(self.replaced_dir, self.roots)
+        return OfflineStore(self.offline_dir, self.roots)
 
     @cached_property
     def objects(self) -> ObjectStore:
@@ -223,9 +223,9 @@ class Warehouse:
         return self.root / "packs"
 
     @property
-    def replaced_dir(self) -> Path:
+    def offline_dir(self) -> Path:
         """Files beside packs that give experts' files back, by checkpoint id."""
-        return self.root / "replaced"
+        return self.root / "offline"
 
     @property
     def plans(self) -> Path:

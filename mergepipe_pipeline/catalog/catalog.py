@@ -104,7 +104,7 @@ class Catalog:
             current = chain.current()
         if current and base is None:
             value["base"] = current[1]["base"]
-        if current and checkpoint.is_away:  # its name still means the place that it left
+        if current and checkpoint.is_offline:  # its name still means the place that it left
             value["root"] = current[1]["root"]
         if by_link is None and current and current[1]["root"] == value["root"]:
             by_link = current[1].get("by_link")

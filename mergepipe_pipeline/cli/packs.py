@@ -32,9 +32,9 @@ _ALL = "L0,L1,L2,L3,X20,X"
     "--replace",
     "is_replaced",
     is_flag=True,
-    help="Move the originals to --cold, once the packs have given every file back.",
+    help="Move weight files to --cold, once the packs have given every one back.",
 )
-@click.option("--cold", type=click.Path(), help="Folder that --replace moves originals into.")
+@click.option("--cold", type=click.Path(), help="Folder that --replace moves weight files into.")
 @verb
 def pack(
     console: Console,
@@ -67,7 +67,7 @@ def pack(
         {"packs": [asdict(one) for one in done], "moved": [asdict(one) for one in moved]},
         *pack_lines(done),
         *(
-            f"{m.name}: {counted(m.files, 'file')} moved to {m.cold}{' before' * m.before}"
+            f"{m.name}: {counted(m.files, 'weight file')} moved to {m.cold}{' before' * m.before}"
             for m in moved
         ),
     )
@@ -116,10 +116,14 @@ def estimate_lines(estimates: Sequence[PackEstimate], label: str) -> list[str]:
 
 @click.command()
 @click.argument("name")
-@click.option("--to", type=click.Path(), help="Folder to make (default: where the files were).")
+@click.option(
+    "--to",
+    type=click.Path(),
+    help="New folder for them and what goes with them (default: where they were).",
+)
 @verb
 def unpack(console: Console, name: str, to: str | None) -> None:
-    """Make the files of an expert that `pack --replace` moved away again, bit for bit.
+    """Make the weight files that `pack --replace` moved away again, bit for bit.
 
     NAME@VERSION, or NAME@ and the start of a checkpoint id, is an older version of it.
     """
@@ -129,5 +133,6 @@ def unpack(console: Console, name: str, to: str | None) -> None:
     copied = f"; the originals stay in {done.root}" if Path(done.root).exists() else ""
     console.show(
         asdict(done),
-        f"{done.name}: {counted(done.files, 'file')}, {size(done.nbytes)}, in {done.cold}{copied}",
+        f"{done.name}: {counted(done.files, 'weight file')}, {size(done.nbytes)}, in {done.cold}"
+        f"{copied}",
     )

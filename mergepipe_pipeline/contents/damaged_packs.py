@@ -1,6 +1,6 @@
 """Takes damaged packs away, so that the next plan does without them.
 
-A pack can be made again from its expert, unless it stands for one whose files were moved away.
+A pack can be made again from its expert, unless it stands for one whose weight files are offline.
 """
 
 from __future__ import annotations
@@ -10,22 +10,20 @@ from contextlib import suppress
 
 from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.errors import CorruptionError, DamagedPackError, PackVersionError
-from mergepipe_pipeline.packs.replaced import Replaced
+from mergepipe_pipeline.packs.offline import OfflineExpert
 from mergepipe_pipeline.storage.atomic import rename
 from mergepipe_pipeline.warehouse import Warehouse
 
 
-def irreplaceable_packs(warehouse: Warehouse) -> frozenset[str]:
-    """The ids of packs of experts whose files were moved away; of all if a record is damaged.
+def irreplaceable_packs(warehouse: Warehouse) -> dict[str, OfflineExpert | None]:
+    """The ids of packs that stand for experts, with these; all, of none, if a record is damaged.
 
     Packs stay irreplaceable where a later version lies in the expert's old folder.
     """
-    store = warehouse.replaced
     try:
-        records = [store.find(checkpoint_id) for checkpoint_id in store.ids()]
-        return frozenset(r.pack_id for r in records if r is not None and not r.is_back)
+        return {e.pack_id: e for e in warehouse.offline.all() if not e.is_back}
     except CorruptionError:
-        return frozenset(warehouse.packs.ids())
+        return dict.fromkeys(warehouse.packs.ids())
 
 
 def refuse_damaged(warehouse: Warehouse, packs: Mapping[str, Iterable[str]]) -> None:
@@ -69,7 +67,7 @@ def set_aside(
 
     Raises CorruptionError for a pack that stands for its expert, which stays.
     """
-    _refuse_irreplaceable(warehouse, error.pack_id, error)
+    _refuse_irreplaceable(warehouse, error)
     path, folder = warehouse.packs.path(error.pack_id), warehouse.new_quarantine()
     with suppress(FileNotFoundError):  # another merge was here first
         rename(path, folder / path.relative_to(warehouse.root))
@@ -88,25 +86,18 @@ def _again(names: Sequence[str], folder: str) -> str:
     )
 
 
-def _refuse_irreplaceable(warehouse: Warehouse, pack_id: str, error: CorruptionError) -> None:
-    """Raise CorruptionError if a damaged pack stands for an expert whose files were moved away."""
-    for record in _away(warehouse):
-        if record.pack_id == pack_id:
+def _refuse_irreplaceable(warehouse: Warehouse, error: DamagedPackError) -> None:
+    """Raise CorruptionError if a damaged pack stands for an expert whose files are offline."""
+    for expert in warehouse.offline.all():
+        if expert.is_offline and expert.pack_id == error.pack_id:
             raise CorruptionError(
-                f"The pack that stands for {record.name} is damaged",
+                f"The pack that stands for {expert.name} is damaged",
                 where=error.where,
                 expected=error.expected,
                 found=error.found,
-                next_step=f"copy {record.cold} back to {record.root}, then run `mergepipe repair` "
-                f"and `mergepipe pack {record.name}`",
+                next_step=f"{expert.bring_back}; then run `mergepipe repair` and `mergepipe pack "
+                f"{expert.name}`",
             ) from None  # a damaged pack as its cause would mean that trying again helps
-
-
-def _away(warehouse: Warehouse) -> list[Replaced]:
-    """Records of experts whose files were moved away. Raises CorruptionError."""
-    store = warehouse.replaced
-    records = (store.find(checkpoint_id) for checkpoint_id in store.ids())
-    return [record for record in records if record is not None and record.is_away]
 
 
 def experts_of(plan: MergePlan, pack_id: str) -> list[str]:

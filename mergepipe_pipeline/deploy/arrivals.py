@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
@@ -22,6 +22,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.contents.offline import offline_at
 from mergepipe_pipeline.deploy.faults import SILENT, Fault, fault_of_exception
 from mergepipe_pipeline.deploy.retry import MOST_ATTEMPTS, left_s, pause_s
 from mergepipe_pipeline.deploy.stamps import Stamp, stamps_of, token_of
@@ -161,14 +162,16 @@ def _read(path: Path, inode: int, mtime_ns: int) -> Arrival:
 def place_of(warehouse: Warehouse, catalog: Catalog, name: str) -> Path | None:
     """Where an expert's files lie: in the inbox, else where it is registered; None if nowhere here.
 
-    Addresses are not watched: who reads one compares.
+    Addresses and packs are not watched: who reads one compares.
     """
     # A mount that does not answer is no reason to look at no other.
-    folder = warehouse.inbox / name
-    if os.path.exists(folder):
+    folder, root = warehouse.inbox / name, catalog.root(name) if name in catalog else ""
+    offline = None
+    with suppress(CorruptionError):  # then its folder is one without weights
+        offline = offline_at(warehouse, root)
+    if os.path.exists(folder) and not (offline and folder.samefile(root)):
         return folder
-    root = catalog.root(name) if name in catalog else ""
-    if not root or "://" in root:
+    if offline or not root or "://" in root:
         return None
     place = expected_place(warehouse, name, root)
     return place if os.path.exists(place) else None

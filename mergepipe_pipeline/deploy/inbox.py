@@ -106,7 +106,7 @@ def scan_inbox(
     entries: list[InboxEntry] = []
     ready = 0
     wanted = PacksWanted(warehouse) if patience.packs else None
-    places = {folder.name: folder for folder in _folders(warehouse.inbox)}
+    places = {folder.name: folder for folder in _watched(warehouse)}
     catalog = warehouse.catalog
     digested, decided = catalog.digested(), set(quarantined_names(warehouse))
     for name in names_read(warehouse) - places.keys():
@@ -139,7 +139,7 @@ def reason_to_wait_for_joining(warehouse: Warehouse, file: RecipeFile) -> str | 
     catalog, selectors = warehouse.catalog, [s.selector for s in file.selected]
     joining = sorted(
         folder.name
-        for folder in (_folders(warehouse.inbox) if selectors else ())
+        for folder in (_watched(warehouse) if selectors else ())
         if any(would_take(s, folder.name, catalog.tags) for s in selectors)
         and NAME.fullmatch(folder.name)
         and folder.name not in catalog
@@ -169,7 +169,7 @@ def reason_not_indexed(warehouse: Warehouse, name: str) -> str | None:
 def arrivals_at_fault(warehouse: Warehouse) -> dict[str, str]:
     """Why folders of the inbox are not indexed until somebody does something, by name."""
     found: dict[str, str] = {}
-    for folder in _folders(warehouse.inbox) if warehouse.inbox.is_dir() else ():
+    for folder in _watched(warehouse) if warehouse.inbox.is_dir() else ():
         with suppress(OSError):
             if found_at(warehouse, folder.name, folder).is_indexed:
                 continue
@@ -199,6 +199,14 @@ def _is_coming(warehouse: Warehouse, folder: Path) -> bool:
         return is_complete(str(folder)) is None and _doubt(found) is None
     except OSError:
         return False
+
+
+def _watched(warehouse: Warehouse) -> Iterator[Path]:
+    """The folders of the inbox but those of experts whose weight files are offline."""
+    offline = {os.path.realpath(root) for root in warehouse.offline.roots()}
+    for folder in _folders(warehouse.inbox):
+        if not offline or os.path.realpath(folder) not in offline:
+            yield folder
 
 
 def _folders(inbox: Path) -> Iterator[Path]:

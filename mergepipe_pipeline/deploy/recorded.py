@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Catalog
-from mergepipe_pipeline.contents.away import away_from, open_root
+from mergepipe_pipeline.contents.offline import offline_at, open_root
 from mergepipe_pipeline.contents.quarantine import quarantine_of
 from mergepipe_pipeline.deploy.arrivals import arrival, found_at, mark_changed, place_of
 from mergepipe_pipeline.deploy.inbox import reason_not_indexed
@@ -36,7 +36,7 @@ def _is_gone(warehouse: Warehouse, catalog: Catalog, name: str) -> bool:
     root = catalog.root(name) if name in catalog else ""
     if "://" in root or place_of(warehouse, catalog, name) is not None:
         return False
-    return away_from(warehouse, root) is None
+    return not root or offline_at(warehouse, root) is None
 
 
 def reason_to_wait_for(warehouse: Warehouse, names: Collection[str]) -> str | None:
@@ -69,7 +69,7 @@ def _reason(warehouse: Warehouse, catalog: Catalog, name: str) -> str | None:
 
 def _is_as_recorded(warehouse: Warehouse, catalog: Catalog, recorded: Checkpoint) -> bool:
     """Whether the files at a checkpoint's root have the sizes and times of the record."""
-    if "://" in recorded.root or away_from(warehouse, recorded.root) is not None:
+    if "://" in recorded.root or offline_at(warehouse, recorded.root) is not None:
         return True  # who reads it compares
     indexed = arrival(warehouse, recorded.name).indexed
     if indexed and _token(warehouse, catalog, recorded.name) not in (indexed, ""):

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from functools import lru_cache
 
-from mergepipe_pipeline.contents.away import present_root
+from mergepipe_pipeline.contents.offline import present_root
 from mergepipe_pipeline.contents.tensor_digests import content_of
 from mergepipe_pipeline.deploy.arrivals import place_of
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile

@@ -17,8 +17,8 @@ from mergepipe_pipeline.domain.stored_form import StoredForm, stored_form
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.text import listed
 
-#: Begins the root of a checkpoint whose files were moved away, and a pack gives its bytes again.
-AWAY = "away://"
+#: Begins the root of a checkpoint whose weight files a pack stands for, as they are offline.
+PACKED = "pack://"
 
 #: Files that a warning names.
 _MOST_NAMED = 3
@@ -135,9 +135,9 @@ class Checkpoint:
         return stored_form({t.name: t.dtype for t in self.tensors}, self.stated)
 
     @property
-    def is_away(self) -> bool:
-        """Whether the files were moved away, so that a pack gives their bytes."""
-        return self.root.startswith(AWAY)
+    def is_offline(self) -> bool:
+        """Whether the weight files were moved away, so that a pack gives their bytes."""
+        return self.root.startswith(PACKED)
 
     @cached_property
     def by_name(self) -> dict[str, TensorEntry]:

@@ -19,8 +19,7 @@ import yaml
 
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
-from mergepipe_pipeline.contents.away import present_root
-from mergepipe_pipeline.contents.rests import damaged_rest_named
+from mergepipe_pipeline.contents.offline import present_root
 from mergepipe_pipeline.contents.side_file_digests import refuse_changed_file
 from mergepipe_pipeline.digest import new_hash, sha256_hex, unseal
 from mergepipe_pipeline.domain.outcome import Realised, StoredObject, Times
@@ -146,7 +145,6 @@ def _stated(front: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 _MOST_NAMED = 5
 
 
-@damaged_rest_named()
 def commit(
     warehouse: Warehouse,
     plan: MergePlan,

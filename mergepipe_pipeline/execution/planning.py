@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Unpack
 
 from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
-from mergepipe_pipeline.contents.rests import damaged_rest_named
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.domain.plan import MergePlan
@@ -99,7 +98,7 @@ def _base_tensors(resolved: ResolvedRecipe) -> _Places:
         model = resolved.models[t.base.model]
         for part in model.views[t.base.tensor].stored:
             checkpoint = model.checkpoints[part.source]
-            if not checkpoint.is_away:  # decoding would take the cores that planning needs
+            if not checkpoint.is_offline:  # decoding would take the cores that planning needs
                 by_root.setdefault(checkpoint.root, {})[part.entry] = None
     return [(root, sorted(e, key=lambda e: (e.file, e.start_byte))) for root, e in by_root.items()]
 
@@ -190,7 +189,6 @@ def _merged_in_part(stages: Sequence[str]) -> str:
     return f"{which} merged under the budget, too"
 
 
-@damaged_rest_named()
 def plan_resolved(
     warehouse: Warehouse,
     resolved: ResolvedRecipe,

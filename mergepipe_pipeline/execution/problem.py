@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Unpack
 import numpy as np
 
 from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
-from mergepipe_pipeline.contents.away import present_root
+from mergepipe_pipeline.contents.offline import present_root
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.pack import TIERS
 from mergepipe_pipeline.domain.plan import ExpertInput, MergePlan, Source

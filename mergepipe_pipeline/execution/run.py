@@ -21,7 +21,6 @@ from mergepipe_pipeline.concurrency.memory import release_freed
 from mergepipe_pipeline.concurrency.workers import TaskQueue, Workers
 from mergepipe_pipeline.contents.damaged_packs import experts_of, set_aside
 from mergepipe_pipeline.contents.input_segments import plan_inputs
-from mergepipe_pipeline.contents.rests import damaged_rest_named
 from mergepipe_pipeline.domain.outcome import LayerOutcome, Realised, RunStart, StoredObject, Times
 from mergepipe_pipeline.domain.plan import LayerTask, MergePlan
 from mergepipe_pipeline.domain.snapshot import Snapshot
@@ -217,7 +216,6 @@ def run_layers(
     total = sum(task.out_nbytes for layer in unknown for task in layer.tasks)
     refuse_full_disk(warehouse, total)
     with (
-        damaged_rest_named(),
         downloads_shown(progress, plan, unknown),
         progress.task(f"merge {plan.recipe_name}", total) as advance,
         _LayerMerger(warehouse, plan, options or EngineOptions(), advance) as merger,

@@ -90,7 +90,7 @@ def find_packs(
         each = workers.map(partial(_rows, grid=blocks), packs)
         for served, packed_rows in zip(packs, each, strict=True):
             if packed_rows:
-                number, is_alone = len(sources), models[served.numbers[0]].checkpoint.is_away
+                number, is_alone = len(sources), models[served.numbers[0]].checkpoint.is_offline
                 rows[served.numbers] = {
                     pair: replace(row, pack=number, is_alone=is_alone)
                     for pair, row in packed_rows.items()

@@ -11,15 +11,13 @@ from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
-from mergepipe_pipeline.contents.away import present_root
-from mergepipe_pipeline.contents.rests import damaged_rest_named, refuse_damaged_rest
+from mergepipe_pipeline.contents.offline import present_root
 from mergepipe_pipeline.contents.side_file_digests import missing_files, refuse_changed_file
 from mergepipe_pipeline.contents.tensor_digests import wrong_elements
-from mergepipe_pipeline.domain.checkpoint import AWAY, Checkpoint
+from mergepipe_pipeline.domain.checkpoint import PACKED, Checkpoint
 from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.errors import (
     CheckpointChangedError,
-    CheckpointError,
     CorruptionError,
     MergePipeError,
 )
@@ -65,7 +63,7 @@ def verify_inputs(
 
 def _pass_over_returned(inputs: Sequence[_Input], audit: Auditor) -> None:
     """Make notes of those that `unpack` gave their files back while they were read from packs."""
-    folders = {name: Path(root.removeprefix(AWAY)) for name, root, _ in inputs if AWAY in root}
+    folders = {name: Path(root.removeprefix(PACKED)) for name, root, _ in inputs if PACKED in root}
     returned = {name: folder for name, folder in folders.items() if not folder.exists()}
     for folder in returned.values():
         audit.withdraw(folder)
@@ -85,11 +83,11 @@ def _where_they_are(warehouse: Warehouse, inputs: Sequence[_Input], audit: Audit
     """The inputs with their present roots; a note names those in cold storage."""
     present: list[_Input] = []
     for name, root, checkpoint_id in inputs:
-        record = warehouse.replaced.path(checkpoint_id)
+        record = warehouse.offline.path(checkpoint_id)
         now = audit.check("inputs", record, partial(present_root, warehouse, checkpoint_id, root))
         if now is not None:
             present.append((name, now, checkpoint_id))
-    if moved := dict.fromkeys(name for name, root, _ in present if root.startswith(AWAY)):
+    if moved := dict.fromkeys(name for name, root, _ in present if root.startswith(PACKED)):
         audit.notes.append(_AWAY_NOTE + ", ".join(moved))
     return present
 
@@ -119,13 +117,12 @@ def _sources(snapshot: Snapshot) -> list[_Input]:
 def _opened(catalog: Catalog, inputs: list[_Input], audit: Auditor) -> Iterator[Checkpoint]:
     """The checkpoints whose files are those that were recorded."""
     for recorded in dict.fromkeys(inputs):
-        root = Path(recorded[1].removeprefix(AWAY))
+        root = Path(recorded[1].removeprefix(PACKED))
         checkpoint = audit.check("inputs", root, partial(_as_recorded, catalog, *recorded))
         if checkpoint is not None:
             yield checkpoint
 
 
-@damaged_rest_named()
 def _as_recorded(catalog: Catalog, name: str, root: str, checkpoint_id: str) -> Checkpoint:
     """The checkpoint as it was recorded, if its files have the sizes, times and headers of then."""
     checkpoint = open_checkpoint(root, name)
@@ -164,19 +161,17 @@ def _verify(
         if by_tensor is None:
             continue
         wrong = {t: s for t, (s,) in by_tensor.items() if s.content != digests.get(t)}
-        if wrong and checkpoint.is_away and _is_of_rest(root, audit):
-            continue
         for tensor, segments in wrong.items():
             elements = wrong_elements(warehouse, checkpoint, tensor, segments)
             place = f"{path}, tensor {tensor}{elements}"
             error = _changed(place, digests.get(tensor), segments.content)
             audit.report("inputs", path, error)
-        if not wrong and not checkpoint.is_away:  # a pack may change, and its rest be as it was
+        if not wrong and not checkpoint.is_offline:  # its pack may change
             audit.done(path, file.nbytes)
 
 
 def _root(checkpoint: Checkpoint) -> Path:
-    return Path(checkpoint.root.removeprefix(AWAY))
+    return Path(checkpoint.root.removeprefix(PACKED))
 
 
 def _verify_side_files(warehouse: Warehouse, checkpoint: Checkpoint, audit: Auditor) -> None:
@@ -203,22 +198,7 @@ def _verify_side_file(
     warehouse: Warehouse, checkpoint: Checkpoint, source: CheckpointSource, stamp: SideStamp
 ) -> None:
     sha256 = side_sha256(source, stamp)
-    try:
-        refuse_changed_file(warehouse, checkpoint.checkpoint_id, checkpoint.root, stamp, sha256)
-    except CorruptionError as error:
-        if checkpoint.is_away:
-            refuse_damaged_rest(_root(checkpoint), error)
-        raise
-
-
-def _is_of_rest(folder: Path, audit: Auditor) -> bool:
-    """Whether what stays beside a pack is damaged, which is reported then."""
-    try:
-        refuse_damaged_rest(folder)
-    except (CheckpointError, CorruptionError) as error:
-        audit.report("inputs", folder, error)
-        return True
-    return False
+    refuse_changed_file(warehouse, checkpoint.checkpoint_id, checkpoint.root, stamp, sha256)
 
 
 def _changed(where: str, expected: str | None, found: str) -> CorruptionError:

@@ -1,13 +1,12 @@
 """Packs in `verify --all`: indexes in the scope *structure*, every frame in the scope *digests*.
 
 A finding is about the folder of a pack, since `repair` takes it away as a whole: it can be made
-again, unless the expert's own files were moved away.
+again, unless the expert's own weight files are offline.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -17,11 +16,11 @@ from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.contents.damaged_packs import irreplaceable_packs
 from mergepipe_pipeline.domain.pack import PackedTensor, Tier
-from mergepipe_pipeline.errors import CorruptionError, MergePipeError
+from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.integrity.auditor import Auditor
 from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.index import SUMMED_ELEMS, frames_path
-from mergepipe_pipeline.packs.replaced import Replaced, original_named
+from mergepipe_pipeline.packs.offline import OfflineExpert, original_named, sound_leftover
 from mergepipe_pipeline.packs.store import Pack
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.warehouse import Warehouse
@@ -35,27 +34,27 @@ _REMADE = "`mergepipe pack` makes it again"
 
 def verify_indexes(warehouse: Warehouse, audit: Auditor) -> None:
     """Check the records of packs and of the experts that they stand for; reads no frame."""
-    irreplaceable, records = irreplaceable_packs(warehouse), _records(warehouse)
+    irreplaceable = irreplaceable_packs(warehouse)
     for pack_id in warehouse.packs.ids():
-        path = warehouse.packs.path(pack_id)
+        path, act = warehouse.packs.path(pack_id), partial(_read_all, warehouse, pack_id)
         audit.check(
             "structure",
             path,
-            partial(_named, records.get(pack_id), path, partial(_read_all, warehouse, pack_id)),
+            partial(_named, irreplaceable.get(pack_id), path, act),
             is_derivable=pack_id not in irreplaceable,
             remade=_REMADE,
         )
-    for checkpoint_id in warehouse.replaced.ids():
-        path = warehouse.replaced.path(checkpoint_id)
-        audit.check("structure", path, partial(warehouse.replaced.find, checkpoint_id))
+    for checkpoint_id in warehouse.offline.ids():
+        path = warehouse.offline.path(checkpoint_id)
+        audit.check("structure", path, partial(warehouse.offline.find, checkpoint_id))
 
 
 def verify_frames(warehouse: Warehouse, audit: Auditor, progress: Progress) -> None:
     """Compare every frame with its checksum, and what stays beside packs with its digest."""
-    for checkpoint_id in warehouse.replaced.ids():
-        path = warehouse.replaced.path(checkpoint_id)
-        audit.check("digests", path, partial(_check_rest, warehouse, checkpoint_id))
-    irreplaceable, records = irreplaceable_packs(warehouse), _records(warehouse)
+    for checkpoint_id in warehouse.offline.ids():
+        path = warehouse.offline.path(checkpoint_id)
+        audit.check("digests", path, partial(_check_leftovers, warehouse, checkpoint_id))
+    irreplaceable = irreplaceable_packs(warehouse)
     for pack_id in warehouse.packs.ids():
         try:
             pack = warehouse.packs.open(pack_id)
@@ -73,7 +72,7 @@ def verify_frames(warehouse: Warehouse, audit: Auditor, progress: Progress) -> N
                 nbytes = audit.check(
                     "digests",
                     pack.root,
-                    partial(_named, records.get(pack.pack_id), pack.root, act),
+                    partial(_named, irreplaceable.get(pack.pack_id), pack.root, act),
                     is_derivable=pack.pack_id not in irreplaceable,
                     remade=_REMADE,
                 )
@@ -95,30 +94,20 @@ def refuse_damaged_frames(pack: Pack, progress: Progress) -> None:
             advance(_read_tier(pack, files, tier))
 
 
-def _records(warehouse: Warehouse) -> dict[str, Replaced]:
-    """The experts that packs stand for, by pack id, as far as their records can be read."""
-    records = {}
-    for checkpoint_id in warehouse.replaced.ids():
-        with suppress(MergePipeError):
-            record = warehouse.replaced.find(checkpoint_id)
-            if record is not None and not record.is_back:
-                records[record.pack_id] = record
-    return records
-
-
-def _named(record: Replaced | None, root: Path, act: Callable[[], T]) -> T:
+def _named(expert: OfflineExpert | None, root: Path, act: Callable[[], T]) -> T:
     """What `act` gives; its errors say where the original is that a pack stands for."""
-    if record is None:
+    if expert is None:
         return act()
-    with original_named(record, root):
+    with original_named(expert, root):
         return act()
 
 
-def _check_rest(warehouse: Warehouse, checkpoint_id: str) -> None:
-    """Compare the bytes that stay of an expert that is away. Raises CorruptionError."""
-    record = warehouse.replaced.find(checkpoint_id)
-    if record is not None:
-        warehouse.replaced.refuse_damaged_rest(record)
+def _check_leftovers(warehouse: Warehouse, checkpoint_id: str) -> None:
+    """Compare the bytes that stay of an offline expert's weights. Raises CorruptionError."""
+    expert = warehouse.offline.find(checkpoint_id)
+    for number, _ in enumerate(expert.files if expert else ()):
+        assert expert is not None
+        sound_leftover(warehouse.offline.path(checkpoint_id), expert, number)
 
 
 def _read_all(warehouse: Warehouse, pack_id: str) -> None:

@@ -50,7 +50,6 @@ from mergepipe_pipeline.domain.pack import (
     TensorContent,
     Tier,
 )
-from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import CorruptionError, PackVersionError
 from mergepipe_pipeline.storage.forms import Form, Sha256, Size, Text
 from mergepipe_pipeline.text import listed
@@ -88,9 +87,6 @@ CHECKSUMS = pa.schema([("tensor", pa.string()), ("checksums", pa.binary())])
 #: Bytes of arrays in a row group, for some hundred MiB of an expert; and in a file read whole.
 _GROUP_NBYTES = 1 << 18
 _WHOLE_NBYTES = 1 << 24
-#: A section is never longer than its content; of a chunk, and of each of its elements, these are
-#: above the contents of all sections.
-_FRAME_NBYTES, _MOST_TIMES = 1 << 12, 3
 Seal = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 #: Of the codec, and of the files beside frames.
 _VERSION = f"{CODEC_VERSION}.{PACK_FORMAT}"
@@ -206,25 +202,6 @@ def read_contents(root: Path) -> tuple[TensorContent, ...]:
     Raises CorruptionError and PackVersionError.
     """
     return tuple(row.content for row in _read_rows(root)[0])
-
-
-def frames_nbytes(root: Path) -> dict[str, int]:
-    """The size in bytes of each file of frames that the index of the pack in a folder names.
-
-    No frame is longer than what it can hold. Raises CorruptionError and PackVersionError.
-    """
-    rows, meta = _read_rows(root)
-    total = np.zeros(len(TIERS), np.int64)
-    for row in rows:
-        numel = math.prod(row.content.shape)
-        most = _MOST_TIMES * itemsize(row.content.dtype) * numel
-        most += _FRAME_NBYTES * -(-numel // CHUNK_ELEMS)
-        if (row.nbytes > most).any():
-            name = row.content.name
-            raise damaged_pack(root, f"at most {most} bytes in a tier of {name}", f"{row.nbytes}")
-        total += row.nbytes
-    sizes = dict(zip(TIERS, total.tolist(), strict=True))
-    return {frames_name(tier): sizes[tier] for tier in sizes if tier in meta.tiers}
 
 
 def _read_rows(root: Path) -> tuple[tuple[TensorRow, ...], _MetaForm]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Registration
 from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
-from mergepipe_pipeline.contents.away import open_away, open_root, present_root
+from mergepipe_pipeline.contents.offline import open_offline, open_root, present_root
 from mergepipe_pipeline.contents.tensor_digests import content_of
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.layers import layer_order
@@ -144,10 +144,11 @@ def _places(
     """Where its files were, where `pack --replace` has them, and where its name was since."""
     name = model.name
     yield model.root, partial(open_root, warehouse, model.root, name)
-    record = warehouse.replaced.find(model.checkpoint_id)
+    record = warehouse.offline.find(model.checkpoint_id)
     if record is not None:
-        yield record.cold, partial(open_checkpoint, record.cold, name)
-        yield f"pack {record.pack_id}", partial(open_away, warehouse, record, name)
+        if "://" not in record.cold:
+            yield record.cold, partial(open_checkpoint, record.cold, name)
+        yield f"pack {record.pack_id}", partial(open_offline, warehouse, record, name)
     with suppress(NotFoundError):
         for root in dict.fromkeys(r.checkpoint.root for r in warehouse.catalog.history(name)):
             yield root, partial(open_root, warehouse, root, name)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Catalog, Registration
 from mergepipe_pipeline.checkpoints.open_checkpoint import is_complete, open_checkpoint
-from mergepipe_pipeline.contents.away import away_from, open_away, open_root
+from mergepipe_pipeline.contents.offline import open_root
 from mergepipe_pipeline.digest import sha256_hex
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.recipe import ModelRef
@@ -86,10 +86,9 @@ class Places:
         A registered name wins over a path. A path may be absolute, below a named root
         (`models:chat`), relative to the working directory or to `folder`, or an address
         (`hf://org/model`, `s3://bucket/prefix`). A hub name (`org/model`) is looked up in the local
-        Hugging Face cache, then at the hub. What `pack --replace` moved away is found by its name,
-        and where it was. `revision` picks a version of a registered name, or a commit of the hub.
-        Raises CheckpointError when nothing fits, RemoteError for what cannot be reached,
-        CheckpointChangedError for a revision whose files were replaced.
+        Hugging Face cache, then at the hub. `revision` picks a version of a registered name, or a
+        commit of the hub. Raises CheckpointError when nothing fits, RemoteError for what cannot be
+        reached, CheckpointChangedError for a revision whose files were replaced.
         """
         roots = self.warehouse.roots
         if text in self.warehouse.catalog:
@@ -103,7 +102,7 @@ class Places:
             return checkpoint
         if why_unmounted(place):
             refuse_unmounted(place)
-        found = self._cached(text, revision) or (None if revision else self._moved(place))
+        found = self._cached(text, revision)
         if found is not None:
             return found
         if is_hub_name(text) and not is_offline():
@@ -131,7 +130,8 @@ class Places:
         return [f / expanded(text) for f in (Path.cwd(), self.folder) if f is not None]
 
     def _opened(self, root: Path | str, text: str | None = None) -> Checkpoint:
-        return open_checkpoint(str(root), free_name(self.warehouse.catalog, root, self.taken, text))
+        name = free_name(self.warehouse.catalog, root, self.taken, text)
+        return open_root(self.warehouse, str(root), name)
 
     def _registered(self, name: str, revision: str | None) -> Checkpoint:
         catalog = self.warehouse.catalog
@@ -184,16 +184,6 @@ class Places:
             if is_offline():
                 raise
             return None
-
-    def _moved(self, text: str) -> Checkpoint | None:
-        """What was at a path and was moved away, under the name by which it is registered."""
-        for root in map(os.path.realpath, self._paths(text)):
-            record = away_from(self.warehouse, root)
-            if record is not None:
-                plain = free_name(self.warehouse.catalog, root, {})
-                is_known = plain in self.warehouse.catalog
-                return open_away(self.warehouse, record, plain if is_known else record.name)
-        return None
 
     def _suggested_path(self, text: str) -> str:
         """`; did you mean …?` for a path whose folder is there and holds one of a similar name."""
@@ -267,7 +257,7 @@ def is_offline() -> bool:
 
 def names_here(warehouse: Warehouse) -> list[str]:
     """The registered names but those whose files `pack --replace` moved away."""
-    moved = warehouse.replaced.roots_away()
+    moved = warehouse.offline.roots()
     return [n for n in warehouse.catalog.names() if warehouse.catalog.root(n) not in moved]
 
 
@@ -282,8 +272,7 @@ def has_left(warehouse: Warehouse, name: str, root: str) -> bool:
     place = expected_place(warehouse, name, root)
     if place.exists():
         return False
-    is_known = place.parent.is_dir() and any(place.parent.iterdir())
-    return is_known and root not in warehouse.replaced.roots_away()
+    return place.parent.is_dir() and any(place.parent.iterdir())
 
 
 def expected_place(warehouse: Warehouse, name: str, root: str) -> Path:
@@ -347,8 +336,7 @@ def _refuse_landed(warehouse: Warehouse, text: str) -> None:
 
 def _open_registered(warehouse: Warehouse, root: str, name: str) -> Checkpoint:
     """What is at the root of a registered name. Raises CheckpointError, also where it is gone."""
-    is_gone = "://" not in root and not os.path.exists(root)
-    if is_gone and away_from(warehouse, root) is None:
+    if "://" not in root and not os.path.exists(root):
         raise CheckpointError(
             "The folder of a registered checkpoint is gone",
             where=f"{name}, registered at {root}",
@@ -365,7 +353,7 @@ def _as_registered(warehouse: Warehouse, registered: Checkpoint, revision: str) 
     present = _open_registered(warehouse, registered.root, registered.name)
     if present.checkpoint_id != registered.checkpoint_id:
         pinned = f"{registered.name}@{revision}"
-        is_moved = warehouse.replaced.find(registered.checkpoint_id) is not None
+        is_moved = warehouse.offline.find(registered.checkpoint_id) is not None
         raise CheckpointChangedError(
             "The files of a revision have been replaced",
             where=f"{pinned}, {registered.root}",

@@ -371,7 +371,9 @@ def _refuse_away(models: Sequence[Model], pending: Mapping[str, Checkpoint]) -> 
     """Raise CheckpointError for models but `pending` ones that only packs give the bytes of."""
     pending_roots = {c.root for c in pending.values()}
     checkpoints = (c for m in models for c in m.checkpoints)
-    names = dict.fromkeys(c.name for c in checkpoints if c.is_away and c.root not in pending_roots)
+    names = dict.fromkeys(
+        c.name for c in checkpoints if c.is_offline and c.root not in pending_roots
+    )
     if names:
         raise CheckpointError(
             "Files were moved to cold storage, and a merge without packs needs them",

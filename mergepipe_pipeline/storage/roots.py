@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 from urllib.parse import parse_qs, quote, unquote, urlencode, urlsplit
 
-from mergepipe_pipeline.domain.checkpoint import AWAY
+from mergepipe_pipeline.domain.checkpoint import PACKED
 from mergepipe_pipeline.errors import CheckpointError, MergePipeError
 from mergepipe_pipeline.storage.json_text import parse_json
 
@@ -60,8 +60,8 @@ class Roots:
         address = urlsplit(root) if root.startswith(f"{UNMOUNTED}://") else None
         if address is not None:
             return f"{address.netloc}:{unquote(address.path).removeprefix('/')}"
-        if root.startswith(AWAY):
-            return AWAY + self.recorded(root.removeprefix(AWAY))
+        if root.startswith(PACKED):
+            return PACKED + self.recorded(root.removeprefix(PACKED))
         if "://" in root:
             return root
         above = [n for n, p in self.places.items() if Path(root).is_relative_to(p.path)]
@@ -76,8 +76,8 @@ class Roots:
         Below a root that is not mounted it is an address that cannot be opened: `open_source` says
         why.
         """
-        if recorded.startswith(AWAY):
-            return AWAY + self.here(recorded.removeprefix(AWAY))
+        if recorded.startswith(PACKED):
+            return PACKED + self.here(recorded.removeprefix(PACKED))
         match = _RECORD.fullmatch(recorded)
         if match is None:
             return recorded

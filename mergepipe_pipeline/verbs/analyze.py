@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mergepipe_pipeline.catalog.catalog import Registration
-from mergepipe_pipeline.contents.rests import damaged_rest_named
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.model import grid_for
@@ -31,7 +30,6 @@ class Analysis:
     blocks: int
 
 
-@damaged_rest_named()
 def analyze(
     warehouse: Warehouse,
     names: Sequence[str] = (),

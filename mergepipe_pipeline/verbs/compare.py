@@ -13,7 +13,7 @@ from typing import Any
 
 from mergepipe_pipeline.catalog.pairs import Fact
 from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
-from mergepipe_pipeline.contents.away import present_root
+from mergepipe_pipeline.contents.offline import present_root
 from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.domain.layers import layer_count, layer_name, layer_order
 from mergepipe_pipeline.domain.plan import LayerTask, MergePlan, Source, TensorTask

@@ -1,7 +1,7 @@
 """Which packs nobody needs: they can be made again from the expert, as long as it is there.
 
-A pack stays while the expert that it holds is what some registered name means, or is away (`pack
---replace` moved it), and while a plan names it that somebody works on.
+A pack stays while the expert that it holds is what some registered name means, or is offline (`pack
+--replace` moved its weight files), and while a plan names it that somebody works on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 def idle_packs(warehouse: Warehouse, need: Need, *, certain: bool) -> Iterator[Path]:
     """The folders of packs that nobody needs; none unless it is certain what is needed."""
     store = warehouse.packs
-    kept = need.pack_ids | irreplaceable_packs(warehouse)
+    kept = need.pack_ids | irreplaceable_packs(warehouse).keys()
     current = list(_current(warehouse))
     for pack_id in store.ids() if certain else ():
         try:
@@ -29,7 +29,7 @@ def idle_packs(warehouse: Warehouse, need: Need, *, certain: bool) -> Iterator[P
         is_used = pack is not None and any(map(pack.holds, current))
         if pack_id not in kept and not is_used:
             yield store.path(pack_id)
-    for folder in (warehouse.packs_dir, warehouse.replaced_dir):
+    for folder in (warehouse.packs_dir, warehouse.offline_dir):
         yield from folder.glob(".*.old-*")  # what a death while replacing left: see `replace_dir`
 
 

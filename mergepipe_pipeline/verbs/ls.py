@@ -93,7 +93,7 @@ def _checkpoint_row(warehouse: Warehouse, packs: Sequence[Pack], name: str) -> d
     catalog = warehouse.catalog
     r = catalog.get(name)
     digests = catalog.digests(r.checkpoint.checkpoint_id)
-    moved = warehouse.replaced.find(r.checkpoint.checkpoint_id)
+    moved = warehouse.offline.find(r.checkpoint.checkpoint_id)
     return {
         "name": r.name,
         "version": r.version,
@@ -104,7 +104,7 @@ def _checkpoint_row(warehouse: Warehouse, packs: Sequence[Pack], name: str) -> d
         "analysed": digests is not None,
         "pack_nbytes": max((p.nbytes for p in packs if digests and p.holds(digests)), default=None),
         "root": r.checkpoint.root,
-        "moved_to": moved.cold if moved is not None and moved.is_away else None,
+        "moved_to": moved.cold if moved is not None and moved.is_offline else None,
     }
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.errors import CorruptionError, RemoteError
 from mergepipe_pipeline.execution.lookup import snapshot_of
-from mergepipe_pipeline.packs.travelling import PACKS
+from mergepipe_pipeline.packs.portable import PACKS
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.quality.measure import evaluations_of
 from mergepipe_pipeline.remote.address import BUCKETS, HUB, Address, parse_address

@@ -1,8 +1,7 @@
 """The verb `push --pack`: an expert's pack goes beside a model, with what gives the expert back.
 
-What travels is what `pack --replace` leaves of an expert: its pack, the bytes of its files that are
-in no pack, and a record of all. Of a folder that is here its model's files go alone, by the list
-that merges have. Who has the base merges from them, and makes each of them again, bit for bit.
+What travels are the exact tiers and what is in no pack of the model's files, by the list that
+merges have. Who has the base makes each file from them again, bit for bit, and merges from tiers.
 """
 
 from __future__ import annotations
@@ -17,15 +16,26 @@ from mergepipe_pipeline.checkpoints.open_checkpoint import model_files
 from mergepipe_pipeline.contents.side_file_digests import refuse_changed_files
 from mergepipe_pipeline.contents.tensor_digests import refuse_changed_tensors
 from mergepipe_pipeline.digest import sha256_hex
+from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.errors import MergePipeError, NotFoundError
 from mergepipe_pipeline.execution.lookup import plan_of
 from mergepipe_pipeline.execution.plan_leases import staging
 from mergepipe_pipeline.facts.packing import contents_of
 from mergepipe_pipeline.integrity.packs import refuse_damaged_frames
 from mergepipe_pipeline.packs.contents import packed_as
-from mergepipe_pipeline.packs.replaced import RECORD, Replaced, files_of, folders_of, write_record
+from mergepipe_pipeline.packs.index import frames_path
+from mergepipe_pipeline.packs.offline import OfflineExpert, leftover, sound_leftover, weight_files
+from mergepipe_pipeline.packs.portable import (
+    BESIDE,
+    CHUNKS,
+    EXACT,
+    EXPERT,
+    PACKS,
+    PortableFile,
+    PortablePack,
+    chunks_of,
+)
 from mergepipe_pipeline.packs.store import Pack
-from mergepipe_pipeline.packs.travelling import EXPERT, PACKS, TravellingFile, to_bytes
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.remote.address import BUCKETS, Address
 from mergepipe_pipeline.remote.bucket import Bucket
@@ -60,13 +70,13 @@ def push_pack(
     pack = _exact_pack(warehouse, registration, progress)
     with (
         warehouse.leases.hold(Need(pack_ids=frozenset([pack.pack_id])), "push"),
-        _record_of(warehouse, registration, pack, progress) as (record, rest),
+        _expert_of(warehouse, registration, pack, progress) as (expert, folder),
     ):
-        files = [*_beside(pack.root), *_beside(rest)]
-        listed = [TravellingFile(f.name, f.nbytes, f.sha256) for f in files if f.name != RECORD]
-        data = to_bytes(record, listed)
-        claim = OutgoingFile(EXPERT, sha256_hex(data), len(data), data)
-        outgoing = (claim, *(f for f in files if f.name != RECORD))
+        files = list(_outgoing_files(registration.checkpoint, expert, pack, folder))
+        names = [PortableFile(name=f.name, nbytes=f.nbytes, sha256=f.sha256) for f in files]
+        contents = tuple(pack.contents.values())
+        claim = _of_bytes(EXPERT, PortablePack(expert, contents, tuple(names)).to_bytes())
+        outgoing = (claim, *files)
         total = 0 if dry_run else sum(f.nbytes for f in outgoing)
         with progress.task(f"push pack of {name}", total) as advance:
             place = f"{PACKS}/{pack.pack_id}"
@@ -131,8 +141,8 @@ def _refuse_other_version(
 
 def _exact_pack(warehouse: Warehouse, registration: Registration, progress: Progress) -> Pack:
     """The pack that gives an expert back. Raises MergePipeError if there is none."""
-    record = warehouse.replaced.find(registration.checkpoint.checkpoint_id)
-    if registration.checkpoint.is_away and record is not None:
+    record = warehouse.offline.find(registration.checkpoint.checkpoint_id)
+    if registration.checkpoint.is_offline and record is not None:
         return warehouse.packs.open(record.pack_id)
     pack = None
     if registration.base is not None and registration.checkpoint.kind == "full":
@@ -151,19 +161,21 @@ def _exact_pack(warehouse: Warehouse, registration: Registration, progress: Prog
 
 
 @contextmanager
-def _record_of(
+def _expert_of(
     warehouse: Warehouse, registration: Registration, pack: Pack, progress: Progress
-) -> Iterator[tuple[Replaced, Path]]:
-    """The record of an expert and the folder with the bytes that no pack has, for a while.
+) -> Iterator[tuple[OfflineExpert, Path]]:
+    """An expert as if it were offline, and the folder with its leftovers, for a while.
 
     Raises CorruptionError for a pack or a file that is not what was packed.
     """
     refuse_damaged_frames(pack, progress)
-    checkpoint, store = registration.checkpoint, warehouse.replaced
+    checkpoint, store = registration.checkpoint, warehouse.offline
     known = store.find(checkpoint.checkpoint_id)
-    if checkpoint.is_away and known is not None:
-        store.refuse_damaged_rest(known)
-        yield known, store.path(checkpoint.checkpoint_id)
+    if checkpoint.is_offline and known is not None:
+        folder = store.path(checkpoint.checkpoint_id)
+        for number, _ in enumerate(known.files):
+            sound_leftover(folder, known, number)
+        yield known, folder
         return
     if "://" in checkpoint.root or registration.base is None:
         raise MergePipeError(
@@ -176,27 +188,38 @@ def _record_of(
     refuse_changed_files(warehouse, checkpoint)
     refuse_changed_tensors(warehouse, checkpoint, progress)
     with staging(warehouse, "push") as staged:
-        root = Path(checkpoint.root)
-        with open_source(checkpoint.root) as source:
-            names = model_files(source, checkpoint)
-        folders = {str(parent) for name in names for parent in Path(name).parents}
         digests = warehouse.catalog.digests(checkpoint.checkpoint_id) or {}
-        record = Replaced(
+        expert = OfflineExpert(
             checkpoint.checkpoint_id,
             registration.name,
-            str(root),
+            checkpoint.root,
             "",
             registration.base,
             pack.pack_id,
-            files_of(root, checkpoint, packed_as(pack.contents.values(), digests), names),
-            tuple(folder for folder in folders_of(root) if folder.path in folders),
+            weight_files(checkpoint, packed_as(pack.contents.values(), digests), staged),
         )
-        yield write_record(staged / "record", record, warehouse.roots), staged / "record"
+        yield expert, staged
 
 
-def _beside(folder: Path) -> Iterator[OutgoingFile]:
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        yield _outgoing(path, str(path.relative_to(folder)))
+def _outgoing_files(
+    checkpoint: Checkpoint, expert: OfflineExpert, pack: Pack, folder: Path
+) -> Iterator[OutgoingFile]:
+    """All files of a portable pack but the one that describes it."""
+    yield _of_bytes(CHUNKS, chunks_of([pack.tensors[name] for name in pack.contents]))
+    for path in (
+        *(frames_path(pack.root, tier) for tier in EXACT),
+        *(leftover(folder, number) for number, _ in enumerate(expert.files)),
+    ):
+        yield _outgoing(path, path.name)
+    with open_source(checkpoint.root) as source:
+        weights = {file.path for file in expert.files}
+        for name in model_files(source, checkpoint):
+            if name not in weights:
+                yield _outgoing(Path(expert.root) / name, f"{BESIDE}/{name}")
+
+
+def _of_bytes(name: str, data: bytes) -> OutgoingFile:
+    return OutgoingFile(name, sha256_hex(data), len(data), data)
 
 
 def _outgoing(path: Path, name: str) -> OutgoingFile:

@@ -13,12 +13,12 @@ from typing import Literal
 
 from mergepipe_pipeline.catalog.formats import FACTS
 from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
-from mergepipe_pipeline.contents.away import open_away
-from mergepipe_pipeline.domain.checkpoint import AWAY
+from mergepipe_pipeline.contents.offline import open_offline
+from mergepipe_pipeline.domain.checkpoint import PACKED
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.execution.lookup import provenance_of
 from mergepipe_pipeline.integrity.records import readable_snapshots
-from mergepipe_pipeline.packs.replaced import Replaced
+from mergepipe_pipeline.packs.offline import OfflineExpert
 from mergepipe_pipeline.storage.chain import VersionChain, chain_names, is_chain
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
@@ -101,9 +101,9 @@ def _again(warehouse: Warehouse, kind: Kind, name: str, *, dry_run: bool) -> str
                 register(warehouse, folder, name, _base_of(warehouse, there.checkpoint_id))
             return f"registered again: {folder}"
     record = _record_of(warehouse, name)
-    if record is not None and record.is_away:
+    if record is not None and record.is_offline:
         with suppress(MergePipeError):
-            checkpoint = replace(open_away(warehouse, record, name), root=record.root)
+            checkpoint = replace(open_offline(warehouse, record, name), root=record.root)
             if not dry_run:
                 warehouse.catalog.register(checkpoint, record.base)
             return f"registered again, in cold storage: {record.cold}"
@@ -112,9 +112,9 @@ def _again(warehouse: Warehouse, kind: Kind, name: str, *, dry_run: bool) -> str
     return f"no version is left: `mergepipe register {path or 'PATH'} --name {name}{from_base}`"
 
 
-def _record_of(warehouse: Warehouse, name: str) -> Replaced | None:
+def _record_of(warehouse: Warehouse, name: str) -> OfflineExpert | None:
     """The record of what was moved to cold storage under a name last."""
-    store, newest = warehouse.replaced, None
+    store, newest = warehouse.offline, None
     for checkpoint_id in sorted(store.ids(), key=lambda i: store.path(i).stat().st_mtime):
         with suppress(MergePipeError):
             record = store.find(checkpoint_id)
@@ -129,7 +129,7 @@ def _merged(warehouse: Warehouse, name: str) -> tuple[str, str | None]:
         with suppress(MergePipeError):
             provenance = provenance_of(snapshot)
             for source in provenance["sources"]:
-                is_named = source["name"] == name and not source["root"].startswith(AWAY)
+                is_named = source["name"] == name and not source["root"].startswith(PACKED)
                 if is_named and provenance["created"] > created:
                     created, root = provenance["created"], source["root"]
                     checkpoint_id = source["checkpoint_id"]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
-from mergepipe_pipeline.contents.away import present_root
+from mergepipe_pipeline.contents.offline import present_root
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.domain.checkpoint import Checkpoint

@@ -57,7 +57,7 @@ def test_little_stays_beside_the_pack_and_the_file_comes_back(
     before = merge(named, parsed, no_packs=True).outcome.snapshot.snapshot_id
     move_to_cold(named, packed, tmp_path / "cold")
     assert merge(named, parsed, fresh=True).outcome.snapshot.snapshot_id == before
-    kept = [p.stat().st_size for p in named.replaced_dir.rglob("*") if p.is_file()]
+    kept = [p.stat().st_size for p in named.offline_dir.rglob("*") if p.is_file()]
     assert sum(kept) < nbytes / 4
     unpack(named, "e0")
     assert file_sha256(file) == sha256

@@ -1,4 +1,4 @@
-"""What comes into an expert's folder while its files move to another file system is never lost."""
+"""What comes into an expert's folder while its weight files move is never lost."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ import pytest
 from mergepipe_pipeline.errors import CheckpointError, MergePipeError
 from mergepipe_pipeline.integrity.auditor import Scope
 from mergepipe_pipeline.progress import Advance, Silent
+from mergepipe_pipeline.resolution.locate import Places
 from mergepipe_pipeline.storage import atomic
 from mergepipe_pipeline.verbs.pack import Packed, pack
 from mergepipe_pipeline.verbs.replace import Moved, move_to_cold, unpack
 from mergepipe_pipeline.verbs.verify import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.packs.test_replace import files_in, with_side_files
+from tests.packs.test_replace import beside, files_in, with_side_files
 from tests.snapshots.tiny import Crash, count_steps, crash_at
 
 INPUTS: tuple[Scope, ...] = ("inputs",)
 
 
-@pytest.fixture(params=["another file system", "a copy is there"])
+@pytest.fixture(params=["another file system", "a copy is there", "this file system"])
 def cold(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A folder for cold storage to which nothing of the expert's can be renamed."""
-    if request.param == "a copy is there":
+    """A folder for cold storage."""
+    if request.param != "another file system":
         yield tmp_path / "cold"
         return
     here = tmp_path.stat().st_dev
@@ -43,11 +44,12 @@ def cold(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def packed(tmp_path: Path, cold: Path) -> tuple[Warehouse, Packed]:
-    """A warehouse with an expert's pack; cold storage has a copy if it is on this file system."""
+def packed(tmp_path: Path, cold: Path, request: pytest.FixtureRequest) -> tuple[Warehouse, Packed]:
+    """A warehouse with an expert's pack; cold storage may have a copy."""
     home, _ = with_side_files(tmp_path)
-    if cold.is_relative_to(tmp_path):
-        shutil.copytree(tmp_path / "e0", cold / "e0")
+    if "a copy" in request.node.name:
+        (cold / "e0").mkdir(parents=True)
+        shutil.copy2(tmp_path / "e0" / "e0.safetensors", cold / "e0")
     return home, pack(home, ["e0"])[0]
 
 
@@ -57,48 +59,51 @@ def move(packed: tuple[Warehouse, Packed], cold: Path) -> Moved:
 
 def each_step(packed: tuple[Warehouse, Packed], cold: Path, tmp_path: Path) -> Iterator[int]:
     """The steps of a move; at each of them all is as it was before the move."""
-    home, before = packed[0], tmp_path / "before"
+    home, before, is_copied = packed[0], tmp_path / "before", (cold / "e0").exists()
     shutil.copytree(tmp_path / "e0", before)
     for step in range(count_steps(lambda: move(packed, cold))):
         atomic.crash_hook = None
-        for moved in home.replaced.ids():
-            home.replaced.forget(moved)
+        for moved in home.offline.ids():
+            home.offline.forget(moved)
         for path in (*tmp_path.glob("e0"), *tmp_path.glob(".e0*")):
             shutil.rmtree(path)
-        if not cold.is_relative_to(tmp_path):
+        if not is_copied:
             shutil.rmtree(cold / "e0", ignore_errors=True)
         shutil.copytree(before, tmp_path / "e0")
         yield step
 
 
-def test_what_comes_at_any_step_of_a_move_stays_and_is_named(
+def test_what_comes_at_any_step_of_a_move_stays_or_is_in_cold_storage(
     packed: tuple[Warehouse, Packed], cold: Path, tmp_path: Path
 ) -> None:
-    root, named = tmp_path / "e0", 0
+    home, root, told = packed[0], tmp_path / "e0", 0
+    weights = root / "e0.safetensors"
     before = files_in(root)
     for step in each_step(packed, cold, tmp_path):
         seen = 0
 
         def write(_: str, step: int = step) -> None:
             nonlocal seen
-            if seen == step and root.is_dir():
+            if seen == step and weights.exists():
                 (root / "new").write_text("new")
-                with (root / "config.json").open("a") as file:
-                    file.write(" ")
+                weights.unlink()
+                weights.write_bytes(b"a later version")
             seen += 1
 
         atomic.crash_hook = write
         try:
             move(packed, cold)
-        except MergePipeError as error:
-            named += "config.json, new" in str(error)
+        except MergePipeError:
+            told += 1
         atomic.crash_hook = None
-        kept = {**files_in(root)} if root.is_dir() else {}
+        kept = files_in(root)
+        assert beside(before).items() <= kept.items()
         if "new" in kept:
-            assert kept["config.json"][0].endswith(b" ")
+            assert kept["e0.safetensors"][0] == b"a later version"
         else:
-            assert files_in(cold / "e0") == before
-    assert named > 2
+            unpack(home, "e0")
+            assert files_in(root) == before
+    assert told > 2
 
 
 def test_a_move_that_is_killed_at_any_step_leaves_the_files_or_what_gives_them_back(
@@ -111,14 +116,21 @@ def test_a_move_that_is_killed_at_any_step_leaves_the_files_or_what_gives_them_b
         with pytest.raises(Crash):
             move(packed, cold)
         atomic.crash_hook = None
-        if root.exists():
+        if not home.offline.ids():
             assert files_in(root) == before
-        else:
+        elif step % 2:
+            checkpoint = Places(home).locate("e0")
+            assert checkpoint.checkpoint_id == packed_id(home)
+        elif not (root / "e0.safetensors").exists():
             unpack(home, "e0")
             assert files_in(root) == before
-        assert move(packed, cold).nbytes == sum(len(data) for data, _ in before.values())
-        assert not list(tmp_path.glob("*e0*"))
-        assert files_in(cold / "e0") == before
+        assert move(packed, cold).files == 1
+        assert files_in(root) == beside(before)
+        assert files_in(cold / "e0") == {"e0.safetensors": before["e0.safetensors"]}
+
+
+def packed_id(home: Warehouse) -> str:
+    return home.catalog.get("e0").checkpoint.checkpoint_id
 
 
 def test_what_reads_an_expert_from_its_pack_while_it_is_unpacked_is_told_no_corruption(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -82,11 +82,14 @@ def test_a_damaged_pack_that_stands_for_its_expert_is_left_for_a_person(tmp_path
     move_to_cold(warehouse, made, tmp_path / "cold")
     root = warehouse.packs.path(made.pack_id)
     flip(frames_path(root, "L1"))
-    flip(next(warehouse.replaced_dir.rglob("*.rest")))
+    flip(next(warehouse.offline_dir.rglob("*.leftover")))
     pack_left, kept = repair(warehouse).left  # by path
     assert "for e0.safetensors of e0" in kept.where
     assert pack_left.file == str(root)
-    assert f"copy {tmp_path / 'cold' / 'e0'} to {tmp_path / 'e0'}; then" in pack_left.next_step
+    assert (
+        f"copy the files of {tmp_path / 'cold' / 'e0'} to {tmp_path / 'e0'}, with"
+        in pack_left.next_step
+    )
     next(root.glob("index.*")).write_bytes(b"")
     (found,) = verify_all(warehouse, ["structure"]).findings
     assert found.next_step == pack_left.next_step
@@ -135,6 +138,6 @@ def test_gc_never_collects_the_pack_of_an_expert_that_is_away(tmp_path: Path) ->
     (warehouse.catalog_dir / "names" / "e0" / "00000001.json").unlink()
     collect(warehouse, older_than_s=0)
     assert warehouse.packs.ids() == [made.pack_id]
-    os.rename(tmp_path / "cold" / "e0", tmp_path / "e0")
+    shutil.copytree(tmp_path / "cold" / "e0", tmp_path / "e0", dirs_exist_ok=True)
     collect(warehouse, older_than_s=0)
     assert warehouse.packs.ids() == []

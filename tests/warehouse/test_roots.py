@@ -18,7 +18,7 @@ from mergepipe_pipeline.digest import unseal
 from mergepipe_pipeline.errors import CheckpointError, MergePipeError
 from mergepipe_pipeline.execution.lookup import load_plan
 from mergepipe_pipeline.execution.planning import make_plan
-from mergepipe_pipeline.packs.replaced import Replaced
+from mergepipe_pipeline.packs.offline import OfflineExpert
 from mergepipe_pipeline.resolution.locate import locate_registered
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.storage.roots import ENVIRONMENT, Place, Roots
@@ -249,8 +249,8 @@ def test_cold_storage_below_a_root_is_found_by_a_machine_that_mounts_elsewhere(
 
     moved = shutil.move(tmp_path / "models", tmp_path / "other")
     monkeypatch.setenv(ENVIRONMENT, f"models={moved},cold={tmp_path}/gone")
-    (known,) = map(Warehouse.at(warehouse.root).replaced.find, warehouse.replaced.ids())
-    assert isinstance(known, Replaced)
+    (known,) = map(Warehouse.at(warehouse.root).offline.find, warehouse.offline.ids())
+    assert isinstance(known, OfflineExpert)
     assert known.root == f"{moved}/e0"
     assert known.cold.startswith("unmounted://cold/e0")
     unpack(Warehouse.at(warehouse.root), "e0")

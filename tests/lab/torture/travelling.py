@@ -22,7 +22,7 @@ from xml.etree import ElementTree
 
 from mergepipe_pipeline.digest import SEAL_KEY, digest_json, sha256_hex, unseal
 from tests.lab.torture import child, judge
-from tests.lab.torture.packed import Files, Forger, PackParts, each, odd_leaf, sealed
+from tests.lab.torture.packed import Files, Forger, each, odd_leaf, sealed
 from tests.lab.torture.tally import Outcome, Problem
 from tests.lab.torture.world import copy_place
 
@@ -80,7 +80,7 @@ class Travelling:
             self._sound(here, *args, bucket="s3://travel/mirror" if args[0] == "merge" else "")
         files = self._get("pack/packs/")
         (self._expert,) = {name.partition("/")[0] for name in files}
-        self._parts = PackParts.of({n.rpartition("/")[2]: d for n, d in files.items()})
+        self._pack = {n.removeprefix(f"{self._expert}/"): d for n, d in files.items()}
         self._mirror = self._get("mirror/")
         self._there = folder / "there"
         self._there.mkdir()
@@ -104,7 +104,7 @@ class Travelling:
             files, wanted = self._snapshot(one.kind, Random(one.number))
             verbs = [["pull", wanted, "--from", f"s3://travel/{prefix}"]]
         else:
-            pack_id, files = Forger(self._parts, Random(one.number)).files(one.kind)
+            pack_id, files = Forger(self._pack, Random(one.number)).files(one.kind)
             files = {f"packs/{pack_id}/{name}": data for name, data in files.items()}
             verbs = [["pull-pack", f"s3://travel/{prefix}", "--json"]]
         for name, data in files.items():

@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 from typing import Any
 
-import numpy as np
 import obstore
 import pytest
 
 from mergepipe_pipeline.digest import seal, sha256_hex, unseal
-from mergepipe_pipeline.domain.pack import TIERS, PackedTensor, Tier
-from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundError
-from mergepipe_pipeline.packs.index import frames_path, pack_id_of, write_index
-from mergepipe_pipeline.packs.replaced import Replaced
-from mergepipe_pipeline.packs.store import Pack
-from mergepipe_pipeline.packs.travelling import TravellingFile, from_bytes, to_bytes
+from mergepipe_pipeline.errors import CorruptionError, MergePipeError
+from mergepipe_pipeline.packs.offline import OfflineExpert
+from mergepipe_pipeline.packs.portable import PortableFile, PortablePack
 from mergepipe_pipeline.verbs.pack import pack as make_pack
 from mergepipe_pipeline.verbs.pull_pack import pull_packs
 from mergepipe_pipeline.verbs.push_pack import push_pack
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.lab.torture.packed import Forger, PackParts
 from tests.packs.families import packed_family, write_family
 from tests.remote.writing.watched_s3 import WatchedS3
 
-Tensors = dict[str, PackedTensor]
+Files = dict[str, bytes]
 
 
 @pytest.fixture(scope="module")
@@ -54,33 +45,35 @@ def there(here: Warehouse, tmp_path: Path) -> Warehouse:
 
 
 class Pushed:
-    """The pack of e0 at an address, whose files may be changed."""
+    """The pack of an expert at an address, whose files may be changed."""
 
-    def __init__(self, here: Warehouse, s3: WatchedS3, bucket: str) -> None:
-        self.address = f"s3://{bucket}/x"
-        push_pack(here, "e0", self.address)
+    def __init__(self, here: Warehouse, s3: WatchedS3, bucket: str, name: str = "e0") -> None:
+        self.address = f"s3://{bucket}/{name}"
+        push_pack(here, name, self.address)
         self._store = s3.store(bucket)
-        keys = [k for k in s3.keys(bucket) if k.endswith("/expert.json")]
-        self._folder = keys[0].removesuffix("expert.json")
-        told = from_bytes(self.read("expert.json"), "")
-        self.record, self.files = told.record, {f.name: self.read(f.name) for f in told.files}
+        key = next(k for k in s3.keys(bucket) if k.startswith(name) and k.endswith("/expert.json"))
+        self._folder = key.removesuffix("expert.json")
+        self.claim = self.read("expert.json")
+        self.known = PortablePack.from_bytes(self.claim, "")
+        self.expert = self.known.expert
+        self.files = {f.name: self.read(f.name) for f in self.known.files}
 
     def read(self, name: str) -> bytes:
         return bytes(obstore.get(self._store, f"{self._folder}{name}").bytes())
 
-    def push(self, record: Replaced, files: dict[str, bytes]) -> None:
+    def push(self, expert: OfflineExpert, files: Files) -> None:
         """Put other files there, and say that they belong to it."""
-        obstore.delete(self._store, f"{self._folder}expert.json")
-        self._folder = f"x/packs/{record.pack_id}/"
-        told = [TravellingFile(n, len(data), sha256_hex(data)) for n, data in files.items()]
-        for name, data in {**files, "expert.json": to_bytes(record, told)}.items():
-            obstore.put(self._store, f"{self._folder}{name}", data)
+        told = tuple(
+            PortableFile(name=n, nbytes=len(data), sha256=sha256_hex(data))
+            for n, data in files.items()
+        )
+        claim = replace(self.known, expert=expert, files=told).to_bytes()
+        self.put({**files, "expert.json": claim})
 
-    def push_files(self, pack_id: str, files: dict[str, bytes]) -> None:
+    def put(self, files: Files) -> None:
         """Put these files there, EXPERT among them."""
-        obstore.delete(self._store, f"{self._folder}expert.json")
         for name, data in files.items():
-            obstore.put(self._store, f"x/packs/{pack_id}/{name}", data)
+            obstore.put(self._store, f"{self._folder}{name}", data)
 
 
 @pytest.fixture
@@ -97,103 +90,49 @@ def refused(there: Warehouse, pushed: Pushed, kind: type[MergePipeError] = Corru
     added = [p for p in set(there.root.rglob("*")) - before if p.is_file()]
     assert all(base_id in str(p) or "leases" in p.parts for p in added)
     assert there.catalog.names() == ["base", "e1"]
-    assert (there.packs.ids(), there.replaced.ids()) == ([], [])
+    assert (there.packs.ids(), there.offline.ids()) == ([], [])
     return str(caught.value)
 
 
-def packed(here: Warehouse, name: str) -> tuple[Pack, Tensors]:
-    """The pack of an expert, and its tensors with their arrays."""
-    digests = here.catalog.digests(here.catalog.get(name).checkpoint.checkpoint_id) or {}
-    (found,) = (p for p in map(here.packs.open, here.packs.ids()) if p.holds(digests))
-    return found, dict(found.tensors)
-
-
-def files_of(
-    folder: Path, tensors: Tensors, roots: dict[Tier, Path]
-) -> tuple[str, dict[str, bytes]]:
-    """The id and the files of a pack that was put together; each tier's frames are of a root."""
-    tiers = tuple(roots)
-    pack_id = pack_id_of([t.content for t in tensors.values()], tiers)
-    root = folder / "packs" / pack_id  # which seals cover
-    root.mkdir(parents=True)
-    for tier, other in roots.items():
-        shutil.copy(frames_path(other, tier), root)
-    write_index(root, root, tiers, list(tensors.values()))
-    return pack_id, {p.name: p.read_bytes() for p in root.iterdir()}
-
-
-def test_a_pack_that_claims_the_contents_of_another_expert_is_refused(
-    here: Warehouse, there: Warehouse, pushed: Pushed, tmp_path: Path
+@pytest.mark.parametrize("of", ["frames", "leftover", "both"])
+def test_weights_of_another_expert_are_refused(
+    here: Warehouse, there: Warehouse, pushed: Pushed, s3: WatchedS3, bucket: str, of: str
 ) -> None:
-    pack, mine = packed(here, "e0")
-    _, theirs = packed(here, "e1")
-    forged = {n: replace(t, digest=theirs[n].digest) for n, t in mine.items()}
-    frames = dict.fromkeys(TIERS, pack.root)
-    pack_id, files = files_of(tmp_path / "forged", forged, frames)
-    rests = {n: data for n, data in pushed.files.items() if n.endswith(".rest")}
-    pushed.push(replace(pushed.record, pack_id=pack_id), {**files, **rests})
-    assert "A pack does not hold what it says" in refused(there, pushed)
+    other = Pushed(here, s3, bucket, "e1")
+    kinds = ("frames", "chunks", "leftover") if of == "both" else (of, "chunks")
+    names = [n for n in pushed.files if n.endswith(kinds)]
+    if of == "leftover":
+        names.remove("chunks")
+    pushed.push(pushed.expert, {**pushed.files, **{n: other.files[n] for n in names}})
+    assert refused(there, pushed)
 
 
-def test_lossy_levels_that_are_another_experts_are_refused(
-    here: Warehouse, there: Warehouse, pushed: Pushed, tmp_path: Path
+def test_frames_that_cannot_be_decoded_are_refused(there: Warehouse, pushed: Pushed) -> None:
+    frames = pushed.files["X.frames"]
+    pushed.push(pushed.expert, {**pushed.files, "X.frames": bytes(len(frames))})
+    assert "frame" in refused(there, pushed)
+
+
+@pytest.mark.parametrize("n", [0, 24])
+def test_places_of_frames_that_do_not_fill_their_files_are_refused(
+    there: Warehouse, pushed: Pushed, n: int
 ) -> None:
-    (pack, mine), (other, theirs) = packed(here, "e0"), packed(here, "e1")
-    n = TIERS.index("X20")
-    forged: Tensors = {}
-    for name, t in mine.items():
-        o = theirs[name]
-        forged[name] = replace(
-            t,
-            unit=o.unit,
-            nbytes=np.concatenate([o.nbytes[:n], t.nbytes[n:]]),
-            checksums=np.concatenate([o.checksums[:n], t.checksums[n:]]),
-            start_byte=np.concatenate([o.start_byte[:n], t.start_byte[n:]]),
-        )
-    frames = {tier: (other if i < n else pack).root for i, tier in enumerate(TIERS)}
-    pack_id, files = files_of(tmp_path / "forged", forged, frames)
-    assert pack_id == pushed.record.pack_id
-    rests = {n: data for n, data in pushed.files.items() if n.endswith(".rest")}
-    pushed.push(pushed.record, {**files, **rests})
-    assert "A pack does not hold what it says" in refused(there, pushed)
+    chunks = pushed.files["chunks"]
+    pushed.push(pushed.expert, {**pushed.files, "chunks": bytes(n) + chunks[n:][: len(chunks) - 1]})
+    assert "does not fit the pack" in refused(there, pushed)
 
 
-def test_residuals_that_promise_too_much_are_refused(
-    here: Warehouse, there: Warehouse, pushed: Pushed, tmp_path: Path
-) -> None:
-    pack, mine = packed(here, "e0")
-    forged = {n: replace(t, residual_sq=t.residual_sq / np.float32(2)) for n, t in mine.items()}
-    frames = dict.fromkeys(TIERS, pack.root)
-    _, files = files_of(tmp_path / "forged", forged, frames)
-    rests = {n: data for n, data in pushed.files.items() if n.endswith(".rest")}
-    pushed.push(pushed.record, {**files, **rests})
-    assert "the residuals of its levels" in refused(there, pushed)
+@pytest.mark.parametrize("name", ["beside/x.py", "beside/other.safetensors", "junk.bin"])
+def test_what_goes_with_no_model_is_refused(there: Warehouse, pushed: Pushed, name: str) -> None:
+    pushed.push(pushed.expert, {**pushed.files, name: b"junk"})
+    assert refused(there, pushed, MergePipeError)
 
 
-def test_what_is_sent_beside_a_pack_gets_no_place_in_the_catalog(
-    there: Warehouse, pushed: Pushed
-) -> None:
-    version = {"base": "base", "checkpoint_id": pushed.record.checkpoint_id, "root": "/x"}
-    extra = {
-        "facts/names/e1/00000002.json": seal({**version, "version_of": "e1/2"}),
-        "facts/anything/junk.bin": b"junk",
-    }
-    pushed.push(pushed.record, {**pushed.files, **extra})
-    before = there.catalog.get("e1").version
-    (came,) = pull_packs(there, pushed.address)
-    assert came.fresh
-    assert there.catalog.get("e1").version == before
-    assert not list(there.catalog_dir.rglob("junk.bin"))
+def _first(change: Callable[[Any], Any]) -> Callable[[OfflineExpert], OfflineExpert]:
+    """Change the first weight file of a record."""
 
-
-def _first(change: Callable[[Any], Any]) -> Callable[[Replaced], Replaced]:
-    """Change the first file of a record that has tensors."""
-
-    def changed(record: Replaced) -> Replaced:
-        at = next(i for i, f in enumerate(record.files) if f.tensors)
-        files = list(record.files)
-        files[at] = change(files[at])
-        return replace(record, files=tuple(files))
+    def changed(expert: OfflineExpert) -> OfflineExpert:
+        return replace(expert, files=(change(expert.files[0]), *expert.files[1:]))
 
     return changed
 
@@ -201,37 +140,39 @@ def _first(change: Callable[[Any], Any]) -> Callable[[Replaced], Replaced]:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda r: replace(r, name="not a name!"),
-        lambda r: replace(r, files=()),
-        lambda r: replace(r, checkpoint_id="0" * 24),
-        lambda r: replace(r, files=(*r.files, replace(r.files[0], path=f"{r.files[0].path}/x"))),
+        lambda e: replace(e, name="not a name!"),
+        lambda e: replace(e, files=()),
+        lambda e: replace(e, checkpoint_id="0" * 24),
+        lambda e: replace(e, files=(*e.files, replace(e.files[0], path=f"{e.files[0].path}/x"))),
         _first(lambda f: replace(f, tensors=(("nope", *f.tensors[0][1:]), *f.tensors[1:]))),
         _first(lambda f: replace(f, tensors=(f.tensors[0], *f.tensors))),
         _first(lambda f: replace(f, nbytes=f.nbytes // 2)),
         _first(lambda f: replace(f, tensors=((f.tensors[0][0], -8, f.tensors[0][2]),))),
+        _first(lambda f: replace(f, path="config.json")),
     ],
 )
 def test_a_record_that_does_not_fit_to_its_pack_is_refused_and_leaves_nothing(
-    there: Warehouse, pushed: Pushed, change: Callable[[Replaced], Replaced]
+    there: Warehouse, pushed: Pushed, change: Callable[[OfflineExpert], OfflineExpert]
 ) -> None:
-    pushed.push(change(pushed.record), pushed.files)
-    assert json.dumps(refused(there, pushed, MergePipeError))
+    pushed.push(change(pushed.expert), pushed.files)
+    assert refused(there, pushed, MergePipeError)
 
 
 @pytest.mark.parametrize(
     ("place", "value"),
     [
-        (("record", "base"), ["base"]),
-        (("record", "checkpoint_id"), "../../x"),
-        (("record", "files", 0, "mode"), "x"),
-        (("record", "files", 0, "mode"), 0o4755),
-        (("record", "files", 0, "mtime_ns"), 1 << 70),
-        (("record", "files", 0, "nbytes"), None),
-        (("record", "files", 0, "rest_sha256"), ""),
-        (("record", "files", 0, "sha256"), 5),
-        (("record", "files", 0, "tensors"), [["a", 1.5, 1]]),
-        (("record", "folders", 0, "path"), "a//b"),
-        (("record", "pack_id"), ".."),
+        (("expert", "base"), ["base"]),
+        (("expert", "checkpoint_id"), "../../x"),
+        (("expert", "root"), "/etc"),
+        (("expert", "files", 0, "mtime_ns"), 1 << 70),
+        (("expert", "files", 0, "nbytes"), None),
+        (("expert", "files", 0, "leftover_sha256"), ""),
+        (("expert", "files", 0, "path"), "../x"),
+        (("expert", "files", 0, "sha256"), 5),
+        (("expert", "files", 0, "tensors"), [["a", 1.5, 1]]),
+        (("expert", "pack_id"), ".."),
+        (("tensors", 0, "dtype"), "I64"),
+        (("tensors", 0, "shape"), [1 << 60]),
         (("files", 0, "nbytes"), True),
         (("files", 0, "name"), "index.exe"),
     ],
@@ -239,62 +180,13 @@ def test_a_record_that_does_not_fit_to_its_pack_is_refused_and_leaves_nothing(
 def test_every_value_of_what_describes_a_pack_has_a_type_and_a_form(
     there: Warehouse, pushed: Pushed, place: tuple[Any, ...], value: object
 ) -> None:
-    told = unseal(pushed.read("expert.json"), "")
+    told = unseal(pushed.claim, "")
     holder = told
     for key in place[:-1]:
         holder = holder[key]
     holder[place[-1]] = value
-    pushed.push_files(pushed.record.pack_id, {**pushed.files, "expert.json": seal(told)})
+    pushed.put({"expert.json": seal(told)})
     assert "The file that describes a pack" in refused(there, pushed)
-
-
-_MEASURED = """
-import resource, sys
-from mergepipe_pipeline.cli.main import program
-try:
-    program()
-except SystemExit as end:
-    peaks = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, -1)]
-    print(max(peaks) >> 10)
-    sys.exit(end.code)
-"""
-
-
-def _peak_mib(there: Warehouse, address: str, exit_code: int) -> int:
-    """The most memory of `pull-pack` from an address, its children's too."""
-    args = ["pull-pack", address, "--home", str(there.root)]
-    command = [sys.executable, "-c", _MEASURED, *args]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == exit_code, done.stderr
-    return int(done.stdout.split()[-1])
-
-
-def test_a_small_table_that_unfolds_to_gigabytes_is_refused_in_little_memory(
-    there: Warehouse, pushed: Pushed
-) -> None:
-    parts = PackParts.of({**pushed.files, "expert.json": pushed.read("expert.json")})
-    pack_id, files = Forger(parts, Random(0)).files("bomb")
-    assert sum(len(data) for name, data in files.items() if name.startswith("index")) < 100_000
-    usual = _peak_mib(there, f"{pushed.address}/nothing", NotFoundError.exit_code)
-    pushed.push_files(pack_id, files)
-    assert _peak_mib(there, pushed.address, CorruptionError.exit_code) < usual + 300
-    assert (there.packs.ids(), there.replaced.ids()) == ([], [])
-
-
-def test_levels_without_their_tiers_are_refused_where_they_claim_to_be_good(
-    here: Warehouse, there: Warehouse, pushed: Pushed, tmp_path: Path
-) -> None:
-    pack, mine = packed(here, "e0")
-    n, exact = TIERS.index("X20"), TIERS[TIERS.index("X20") :]
-    forged = {}
-    for name, t in mine.items():
-        nbytes, start = t.nbytes.copy(), t.start_byte.copy()
-        nbytes[:n], start[:n] = 0, 0
-        forged[name] = replace(t, nbytes=nbytes, start_byte=start)
-    pack_id, files = files_of(tmp_path / "forged", forged, dict.fromkeys(exact, pack.root))
-    rests = {n: data for n, data in pushed.files.items() if n.endswith(".rest")}
-    pushed.push(replace(pushed.record, pack_id=pack_id), {**files, **rests})
-    assert "the residuals of its levels" in refused(there, pushed)
 
 
 def test_a_pack_of_exact_tiers_alone_is_taken(
@@ -309,13 +201,13 @@ def test_a_pack_of_exact_tiers_alone_is_taken(
     assert pull_packs(there, f"s3://{bucket}/y")[0].fresh
 
 
-def test_an_expert_that_is_away_here_is_not_taken_over_by_another_name(
-    here: Warehouse, there: Warehouse, pushed: Pushed
+def test_an_expert_that_is_offline_here_is_not_taken_over_by_another_name(
+    there: Warehouse, pushed: Pushed
 ) -> None:
     pull_packs(there, pushed.address)
-    record = there.replaced.find(pushed.record.checkpoint_id)
-    pushed.push(replace(pushed.record, name="beta"), pushed.files)
+    known = there.offline.find(pushed.expert.checkpoint_id)
+    pushed.push(replace(pushed.expert, name="beta"), pushed.files)
     with pytest.raises(MergePipeError, match="is here under another name"):
         pull_packs(there, pushed.address)
-    assert there.replaced.find(pushed.record.checkpoint_id) == record
+    assert there.offline.find(pushed.expert.checkpoint_id) == known
     assert there.catalog.names() == ["base", "e0", "e1"]

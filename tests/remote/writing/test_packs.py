@@ -21,7 +21,7 @@ from mergepipe_pipeline.verbs.verify import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.contents.test_input_segments import flip
 from tests.packs.families import packed_family, write_family
-from tests.packs.test_away import ids_of, merged, text_of
+from tests.packs.test_offline import ids_of, merged, text_of
 from tests.packs.test_replace import files_in
 from tests.remote.writing.hub_writes import Hub
 from tests.remote.writing.watched_s3 import WatchedS3
@@ -81,7 +81,7 @@ def test_an_expert_is_merged_from_tiers_that_another_machine_pushed_and_made_aga
         assert of_tiers.realised.expert_bytes_read == planned
     assert verify_all(there).ok
     unpack(there, "e0", tmp_path / "again")
-    assert files_in(tmp_path / "again") == files_in(here.root.parent / "e0")
+    assert _bytes_in(tmp_path / "again") == _bytes_in(here.root.parent / "e0")
 
 
 def test_packs_go_beside_the_model_that_was_merged_from_them(
@@ -111,7 +111,11 @@ def test_packs_travel_by_the_hub_beside_what_is_in_the_repository(
     )
     assert not list(there.root.rglob(".cache")), "the hub's client keeps notes beside downloads"
     unpack(there, "e0", tmp_path / "again")
-    assert files_in(tmp_path / "again") == files_in(here.root.parent / "e0")
+    assert _bytes_in(tmp_path / "again") == _bytes_in(here.root.parent / "e0")
+
+
+def _bytes_in(folder: Path) -> dict[str, bytes]:
+    return {path: data for path, (data, _) in files_in(folder).items()}
 
 
 def _names(folder: Path) -> set[str]:
@@ -134,7 +138,7 @@ def test_another_base_and_a_flipped_byte_are_refused_and_leave_nothing(
     obstore.put(store, key, bytes(data))
     found = _run(there, "pull-pack", to, "--base", "foundation", exit_code=19)
     assert key in found["error"]["where"]
-    assert (there.packs.ids(), there.replaced.ids()) == ([], [])
+    assert (there.packs.ids(), there.offline.ids()) == ([], [])
     assert there.catalog.names() == ["foundation", "other"]
     missing = _run(there, "pull-pack", to, "e9", "--base", "foundation", exit_code=17)
     assert missing["error"]["expected"] == "e0"

@@ -11,7 +11,7 @@ import pytest
 from mergepipe_pipeline.errors import CorruptionError, NotFoundError
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_layers
-from mergepipe_pipeline.packs.replaced import RECORD, Replaced
+from mergepipe_pipeline.packs.offline import RECORD, OfflineExpert, leftover
 from mergepipe_pipeline.recipe.structure import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.verbs.analyze import analyze
@@ -40,9 +40,9 @@ def recipe() -> ParsedRecipe:
     return parse(RECIPE, name="m", where="m.yml")
 
 
-def record_of(warehouse: Warehouse) -> Replaced:
+def record_of(warehouse: Warehouse) -> OfflineExpert:
     """The record of e0."""
-    record = warehouse.replaced.find(warehouse.catalog.get("e0").checkpoint.checkpoint_id)
+    record = warehouse.offline.find(warehouse.catalog.get("e0").checkpoint.checkpoint_id)
     assert record is not None
     return record
 
@@ -79,7 +79,7 @@ DAMAGES = [flip_tensor, flip_name, flip_brace, cut, Path.unlink]
 def refuse_all(warehouse: Warehouse, path: Path, of: str) -> None:
     """Merge, unpack and verify; each names the file at `path` and nothing else."""
     record = record_of(warehouse)
-    (expected,) = (f.rest_sha256 for f in record.files if f.path == of)
+    (expected,) = (f.leftover_sha256 for f in record.files if f.path == of)
     for act in (
         lambda: merge(warehouse, recipe(), fresh=True),
         lambda: unpack(warehouse, "e0"),
@@ -90,11 +90,9 @@ def refuse_all(warehouse: Warehouse, path: Path, of: str) -> None:
         assert str(refused.value.where).endswith(f"{path}, for {of} of e0")
         assert refused.value.expected == f"sha256 {expected[:16]}"
         assert refused.value.found != refused.value.expected
-        assert refused.value.next_step == (
-            f"bring the original back: copy {record.cold} to {record.root}"
-        )
+        assert f"copy the files of {record.cold} to {record.root}" in str(refused.value.next_step)
     assert not list(warehouse.snapshots.iterdir())
-    assert not Path(record.root).exists()
+    assert not list(Path(record.root).glob("*.safetensors"))
     assert not (warehouse.root.parent / "elsewhere").exists()
 
 
@@ -104,8 +102,7 @@ def test_a_damaged_rest_of_weights_is_named_with_what_brings_the_expert_back(
 ) -> None:
     warehouse = packed_family(tmp_path, files, away=("e0",))
     record = record_of(warehouse)
-    (number,) = (n for n, f in enumerate(record.files) if f.path == "e0.safetensors")
-    path = warehouse.replaced.rest(record.checkpoint_id, number)
+    path = leftover(warehouse.offline.path(record.checkpoint_id), 0)
     damage(path)
     refuse_all(warehouse, path, "e0.safetensors")
     for scope in ("digests", "inputs"):
@@ -118,30 +115,16 @@ def test_a_damaged_rest_of_weights_is_named_with_what_brings_the_expert_back(
         assert record.cold in finding.next_step
     # What is said to do helps, and nothing was registered meanwhile.
     assert warehouse.catalog.get("e0").version == 1
-    shutil.copytree(record.cold, record.root)
+    shutil.copytree(record.cold, record.root, dirs_exist_ok=True)
     assert merge(warehouse, recipe()).outcome.snapshot
     assert verify_all(warehouse, ["inputs"]).ok
-
-
-def test_a_damaged_rest_of_a_config_is_named(files: Path, tmp_path: Path) -> None:
-    family = tmp_path / "family"
-    shutil.copytree(files, family)
-    text = RECIPE.replace("base_model: base", "base_model: e0").replace("[{model: e0}, ", "[")
-    warehouse = packed_family(tmp_path / "w", family, away=("e0",))
-    record = record_of(warehouse)
-    path = warehouse.replaced.rest(record.checkpoint_id, 0)
-    assert record.files[0].path == "config.json"
-    path.write_bytes(path.read_bytes().replace(b"Toy", b"Tox"))
-    with pytest.raises(CorruptionError) as refused:
-        merge(warehouse, parse(text, name="m", where="m.yml"))
-    assert refused.value.where == f"{path}, for config.json of e0"
 
 
 def test_steps_of_a_merge_on_their_own_name_a_damaged_rest(files: Path, tmp_path: Path) -> None:
     warehouse = packed_family(tmp_path, files, away=("e0",))
     record = record_of(warehouse)
     plan = make_plan(warehouse, recipe())
-    path = warehouse.replaced.rest(record.checkpoint_id, 1)
+    path = leftover(warehouse.offline.path(record.checkpoint_id), 0)
     flip_tensor(path)
     with pytest.raises(CorruptionError) as refused:
         list(run_layers(warehouse, plan))
@@ -163,7 +146,7 @@ def test_other_damage_is_not_blamed_on_what_is_whole(files: Path, tmp_path: Path
     with pytest.raises(CorruptionError) as refused:
         unpack(warehouse, "e0")
     assert str(base.parent) in str(refused.value)
-    assert ".rest" not in str(refused.value)
+    assert ".leftover" not in str(refused.value)
 
 
 def empty(path: Path) -> None:
@@ -180,11 +163,11 @@ def test_without_its_record_an_expert_that_is_away_is_missed_and_comes_back_as_t
 ) -> None:
     warehouse = packed_family(tmp_path, files, away=("e0",))
     record = record_of(warehouse)
-    path = warehouse.replaced.path(record.checkpoint_id) / RECORD
+    path = warehouse.offline.path(record.checkpoint_id) / RECORD
     damage(path)
-    wanted = f"copy {record.cold} to {record.root}, with its times (`cp -a`)"
+    wanted = f"copy the files of {record.cold} to {record.root}, with their times (`cp -p`)"
     if damage is not flip_count:  # which tells where they are
-        wanted = "copy the original in cold storage to where it was, with its times (`cp -a`)"
+        wanted = "copy the files of cold storage to where they were, with their times (`cp -p`)"
     for act in (lambda: merge(warehouse, recipe(), fresh=True), lambda: unpack(warehouse, "e0")):
         with pytest.raises(CorruptionError) as refused:
             act()
@@ -195,7 +178,7 @@ def test_without_its_record_an_expert_that_is_away_is_missed_and_comes_back_as_t
         (finding,) = verify_all(warehouse, [scope]).findings
         assert (finding.where, finding.is_derivable) == (str(path), False)
         assert wanted in finding.next_step
-    shutil.copytree(record.cold, record.root)
+    shutil.copytree(record.cold, record.root, dirs_exist_ok=True)
     shutil.rmtree(path.parent)
     assert merge(warehouse, recipe()).outcome.snapshot
     assert verify_all(warehouse).ok
@@ -204,10 +187,10 @@ def test_without_its_record_an_expert_that_is_away_is_missed_and_comes_back_as_t
 def test_nothing_is_said_to_lie_where_nothing_lies(files: Path, tmp_path: Path) -> None:
     warehouse = packed_family(tmp_path, files, away=("e0",))
     record = record_of(warehouse)
-    shutil.rmtree(warehouse.replaced.path(record.checkpoint_id))
+    shutil.rmtree(warehouse.offline.path(record.checkpoint_id))
     with pytest.raises(NotFoundError) as refused:
         unpack(warehouse, "e0")
-    assert refused.value.found == f"nothing at {record.root}"
+    assert refused.value.found == f"no weight file at {record.root}"
     assert refused.value.next_step == f"copy its files back to {record.root}"
 
 

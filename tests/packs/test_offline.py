@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from mergepipe_pipeline.cli.main import main
-from mergepipe_pipeline.contents.away_files import AwayFiles
+from mergepipe_pipeline.contents.pack_source import pack_files
 from mergepipe_pipeline.errors import (
     CheckpointError,
     CorruptionError,
@@ -21,6 +21,7 @@ from mergepipe_pipeline.errors import (
 from mergepipe_pipeline.execution.lookup import load_plan
 from mergepipe_pipeline.execution.run import MergeOutcome, run_plan
 from mergepipe_pipeline.packs.index import frames_path
+from mergepipe_pipeline.packs.offline import leftover
 from mergepipe_pipeline.resolution.locate import Places, locate_registered
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.verbs.analyze import analyze
@@ -124,7 +125,7 @@ def test_every_read_of_a_file_that_is_away_gives_its_bytes(files: Path, away: Wa
     data = (files / "e0" / "e0.safetensors").read_bytes()
     checkpoint = Places(away).locate("e0")
     edges = sorted({0, len(data), *(t.start_byte for t in checkpoint.tensors)})
-    with AwayFiles(Path(checkpoint.root.removeprefix("away://"))) as source:
+    with pack_files(Path(checkpoint.root.removeprefix("pack://"))) as source:
         assert source.list() == ["config.json", "e0.safetensors"]
         for a in edges:
             for start in range(max(0, a - 3), min(a + 3, len(data))):
@@ -141,7 +142,7 @@ def test_every_read_of_a_file_that_is_away_gives_its_bytes(files: Path, away: Wa
 def test_it_is_found_by_name_by_revision_and_where_it_was(away: Warehouse) -> None:
     registered = locate_registered(away, "e0")
     root = away.root.parent / "e0"
-    assert registered.checkpoint.is_away
+    assert registered.checkpoint.is_offline
     assert (registered.version, away.catalog.root("e0")) == (1, str(root))
     assert Places(away).locate(str(root)) == registered.checkpoint
     assert Places(away, root.parent / "recipes").locate("e0") == registered.checkpoint
@@ -159,8 +160,9 @@ def test_the_verbs_about_recipes_and_snapshots_take_it_as_any_other(
         done = CliRunner().invoke(main, ["--home", str(away.root), command, str(recipe)])
         assert done.exit_code == 0, done.output
     snapshot = merged(away, recipe.read_text()).snapshot
-    done = CliRunner().invoke(main, ["--home", str(away.root), "explain", snapshot.snapshot_id])
-    assert done.exit_code == 0, done.output
+    for asked in (["explain", "snapshot", snapshot.snapshot_id], ["explain", "expert", "e0"]):
+        done = CliRunner().invoke(main, ["--home", str(away.root), *asked])
+        assert done.exit_code == 0, done.output
     assert replay(away, snapshot.snapshot_id).snapshot_id == snapshot.snapshot_id
     report = verify_all(away, inputs_of=snapshot)
     assert report.ok
@@ -181,14 +183,14 @@ def test_a_flipped_bit_is_named_and_nothing_is_published(
 ) -> None:
     warehouse = packed_family(tmp_path, files, away=("e0",))
     checkpoint_id = warehouse.catalog.get("e0").checkpoint.checkpoint_id
-    record = warehouse.replaced.find(checkpoint_id)
+    record = warehouse.offline.find(checkpoint_id)
     assert record is not None
     pack_root = warehouse.packs.path(record.pack_id)
     path = {
         "X20.frames": frames_path(pack_root, "X20"),
         "X.frames": frames_path(pack_root, "X"),
         "index": next(pack_root.glob("index.*")),
-        "rest": warehouse.replaced.rest(checkpoint_id, 1),
+        "rest": leftover(warehouse.offline.path(checkpoint_id), 0),
     }[damaged]
     flip(path, {"index": -path.stat().st_size // 2, "rest": -30}.get(damaged, -1))
     recipe = parse(text_of("task_arithmetic", extra="ref: m\n"), name="m", where="m.yml")
@@ -200,7 +202,7 @@ def test_a_flipped_bit_is_named_and_nothing_is_published(
     assert warehouse.refs.names() == []
     assert not verify_all(warehouse, ["inputs"]).ok
     # The original in its old place heals all.
-    (tmp_path / "cold" / "e0").rename(tmp_path / "e0")
+    shutil.copytree(tmp_path / "cold" / "e0", tmp_path / "e0", dirs_exist_ok=True)
     assert merge(warehouse, recipe, publish_ref=True, no_packs=True).ref
 
 
@@ -280,7 +282,7 @@ def test_a_merge_of_the_files_is_explained_and_replayed_when_they_are_away(
     warehouse = packed_family(tmp_path, files)
     made = merged(warehouse, text_of("ties"), no_packs=True)
     move_to_cold(warehouse, pack(warehouse, ["e0"])[0], tmp_path / "cold")
-    asked = ["explain", made.plan.plan_id, "--by", "tensor"]
+    asked = ["explain", "tensor", made.plan.plan_id, "model.layers.0.a.weight"]
     done = CliRunner().invoke(main, ["--home", str(warehouse.root), *asked])
     assert done.exit_code == 0, done.output
     assert replay(warehouse, made.snapshot.snapshot_id).snapshot_id == made.snapshot.snapshot_id
@@ -312,7 +314,7 @@ def test_a_later_version_that_is_gone_does_not_bring_back_the_one_that_was_moved
 ) -> None:
     warehouse = packed_family(tmp_path, files, away=("e0",))
     first = Places(warehouse).locate("e0")
-    shutil.copytree(files / "e1", tmp_path / "e0")
+    shutil.copytree(files / "e1", tmp_path / "e0", dirs_exist_ok=True)
     assert register(warehouse, tmp_path / "e0", "e0", "base").version == 2
     (tmp_path / "e0").rename(tmp_path / "elsewhere")
     with pytest.raises(MergePipeError) as refused:

@@ -1,0 +1,229 @@
+"""A pack that travels: a sealed file that names an expert and the files beside it.
+
+It lies in `packs/ID/` beside a model, or alone: the frames of the exact tiers, where these lie in
+their files, and of each of the expert's files what is in no pack. Who takes it makes the expert's
+files from them, and packs these again: nothing that a sender says of contents is believed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import Field
+
+from mergepipe_pipeline.digest import seal
+from mergepipe_pipeline.domain.pack import (
+    CHUNK_ELEMS,
+    TIERS,
+    PackedTensor,
+    TensorContent,
+    Tier,
+)
+from mergepipe_pipeline.dtypes import itemsize
+from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.packs.index import frames_name
+from mergepipe_pipeline.packs.offline import OfflineExpert, WeightFile
+from mergepipe_pipeline.storage.forms import (
+    CheckpointId,
+    Form,
+    PathBelow,
+    Registered,
+    Sha256,
+    Size,
+    Text,
+    Time,
+    read_form,
+)
+
+#: The folder at an address that has packs, the file in each that describes it, the one that tells
+#: where frames lie, and the folder of what lies beside an expert's weights.
+PACKS, EXPERT, CHUNKS, BESIDE = "packs", "expert.json", "chunks", "beside"
+EXACT: tuple[Tier, ...] = ("X20", "X")
+_FORMAT = "mergepipe-portable/1"
+#: Bytes of a chunk in CHUNKS: sizes and checksums of its frames.
+_CHUNK_NBYTES = len(EXACT) * (4 + 8)
+
+
+class PortableFile(Form):
+    """A file beside EXPERT, by its path there."""
+
+    name: PathBelow
+    nbytes: Size
+    sha256: Sha256
+
+
+class _TensorForm(Form):
+    name: Text
+    base_name: Text
+    dtype: Literal["BF16", "F16", "F32"]
+    shape: Annotated[tuple[Size, ...], Field(max_length=16)]
+    digest: Sha256
+    base_digest: Sha256
+
+
+class _WeightForm(Form):
+    path: PathBelow
+    nbytes: Size
+    mtime_ns: Time
+    sha256: Sha256
+    tensors: tuple[tuple[Text, Size, Size], ...]
+    leftover_sha256: Sha256
+
+
+class _ExpertForm(Form):
+    checkpoint_id: CheckpointId
+    name: Registered
+    root: Literal[""]
+    cold: Literal[""]
+    base: Registered
+    pack_id: Sha256
+    files: tuple[_WeightForm, ...]
+
+
+class _PortableForm(Form):
+    format: Literal["mergepipe-portable/1"]
+    expert: _ExpertForm
+    tensors: tuple[_TensorForm, ...]
+    files: tuple[PortableFile, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PortablePack:
+    """An expert that travels: `expert` names no folder, and the base by its name at the sender.
+
+    `tensors` are in the order of their frames.
+    """
+
+    expert: OfflineExpert
+    tensors: tuple[TensorContent, ...]
+    files: tuple[PortableFile, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(f.nbytes for f in self.files)
+
+    @property
+    def frames(self) -> tuple[PortableFile, ...]:
+        """The files of frames, which are most of it."""
+        return tuple(f for f in self.files if f.name in map(frames_name, EXACT))
+
+    def to_bytes(self) -> bytes:
+        """The content of EXPERT, without the folders on the sender's machine."""
+        return seal(
+            {
+                "format": _FORMAT,
+                "expert": asdict(replace(self.expert, root="", cold="")),
+                "tensors": [t._asdict() for t in self.tensors],
+                "files": [f.model_dump() for f in self.files],
+            }
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> PortablePack:
+        """The inverse of `to_bytes`. Raises CorruptionError for bytes that it cannot have made."""
+        what = "The file that describes a pack"
+        next_step = "take it with the version that pushed it, or push it again"
+        form, _ = read_form(_PortableForm, data, where, what, next_step)
+        known = form.expert.model_dump()
+        weights = tuple(WeightFile(**file) for file in known.pop("files"))
+        tensors = tuple(TensorContent(**t.model_dump()) for t in form.tensors)
+        portable = cls(OfflineExpert(**known, files=weights), tensors, form.files)
+        if problem := next(portable._problems(), None):
+            raise unfit(where, problem)
+        return portable
+
+    def packed(self, chunks: bytes, where: str) -> Mapping[str, PackedTensor]:
+        """The tensors by name, given the bytes of CHUNKS.
+
+        Raises CorruptionError for frames that do not fill their files.
+        """
+        rows = [TIERS.index(tier) for tier in EXACT]
+        start_byte, at, packed = np.zeros(len(TIERS), np.int64), 0, {}
+        for content in self.tensors:
+            n = _chunks_of(content)
+            nbytes = np.zeros((len(TIERS), n), np.uint32)  # [tiers, chunks], as `checksums`
+            checksums = np.zeros((len(TIERS), n), np.uint64)
+            for array, kind in ((nbytes, "<u4"), (checksums, "<u8")):
+                count = len(EXACT) * n
+                array[rows] = np.frombuffer(chunks, kind, count, at).reshape(len(EXACT), n)
+                at += count * np.dtype(kind).itemsize
+            no_residuals = np.full((len(TIERS), n), np.inf, np.float32)
+            packed[content.name] = PackedTensor(
+                *content, 1.0, 0, nbytes, checksums, no_residuals, start_byte.copy()
+            )
+            start_byte += nbytes.sum(axis=1, dtype=np.int64)
+        for file, row in zip(sorted(self.frames, key=_place), rows, strict=True):
+            if file.nbytes != start_byte[row]:
+                raise unfit(where, f"{file.nbytes} bytes in {file.name}, of {start_byte[row]}")
+        return packed
+
+    def _problems(self) -> Iterator[str]:
+        """What is wrong with the files that it names, without a look at any of them."""
+        files = {f.name: f for f in self.files}
+        frames = {CHUNKS, *map(frames_name, EXACT)}
+        leftovers = {f"{number:06d}.leftover": f for number, f in enumerate(self.expert.files)}
+        own = {name for name in files if not name.startswith(f"{BESIDE}/")}
+        if len(files) < len(self.files) or own != frames | leftovers.keys():
+            yield f"other files than frames and leftovers of {len(leftovers)} weight files"
+        if files[CHUNKS].nbytes != _CHUNK_NBYTES * sum(map(_chunks_of, self.tensors)):
+            yield f"{files[CHUNKS].nbytes} bytes in {CHUNKS}"
+        contents = {t.name: t for t in self.tensors}
+        paths = [f.path for f in self.expert.files]
+        beside = [name.removeprefix(f"{BESIDE}/") for name in files.keys() - own]
+        if (
+            not paths
+            or len(contents) < len(self.tensors)
+            or len({*paths, *beside}) < len([*paths, *beside])
+        ):
+            yield "no file, or one of two meanings"
+        for name, file in leftovers.items():
+            at = 0
+            for tensor, start, nbytes in file.tensors:
+                content = contents.get(tensor)
+                if content is None or start < at or nbytes != _nbytes_of(content):
+                    yield f"the tensor {tensor!r} of {nbytes} bytes at byte {start}"
+                at = start + nbytes
+            left = file.nbytes - sum(n for *_, n in file.tensors)
+            if at > file.nbytes or (files[name].nbytes, files[name].sha256) != (
+                left,
+                file.leftover_sha256,
+            ):
+                yield f"the file {name}, which is not what {file.path!r} has beside its tensors"
+
+
+def chunks_of(tensors: Sequence[PackedTensor]) -> bytes:
+    """The content of CHUNKS: of each tensor sizes and checksums, [exact tiers, chunks]."""
+    rows = [TIERS.index(tier) for tier in EXACT]
+    return b"".join(
+        array[rows].astype(kind).tobytes()
+        for tensor in tensors
+        for array, kind in ((tensor.nbytes, "<u4"), (tensor.checksums, "<u8"))
+    )
+
+
+def unfit(where: str, problem: str) -> CorruptionError:
+    """The error that a portable pack is not of one piece."""
+    return CorruptionError(
+        "The file that describes a pack does not fit the pack",
+        where=where,
+        expected="weight files that are made of the pack's tensors and of leftovers",
+        found=problem,
+        next_step="do not use it before you know who made it, and how",
+    )
+
+
+def _place(file: PortableFile) -> int:
+    return [frames_name(tier) for tier in EXACT].index(file.name)
+
+
+def _chunks_of(content: TensorContent) -> int:
+    return -(-math.prod(content.shape) // CHUNK_ELEMS)
+
+
+def _nbytes_of(content: TensorContent) -> int:
+    return math.prod(content.shape) * itemsize(content.dtype)
