@@ -16,9 +16,7 @@ import numpy as np
 
 from mergepipe_pipeline.arrays import F32Array, U8Array
 from mergepipe_pipeline.concurrency import threads
-from mergepipe_pipeline.concurrency.free_list import FreeList
-from mergepipe_pipeline.concurrency.lookahead import lookahead
-from mergepipe_pipeline.concurrency.workers import Workers
+from mergepipe_pipeline.concurrency.workers import FreeList, Workers, lookahead
 
 #: Jobs that the disk is told about before they run.
 _HINTED = 12

@@ -1,4 +1,4 @@
-"""Commands about what the catalog knows: `register`, `tag`, `analyze`, `sql`."""
+"""Commands about checkpoints: `register`, `tag`, `analyze`, `sql`, `land`, `quarantine`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import click
 
 from mergepipe_pipeline.cli.common import Console, download_options, table, verb
 from mergepipe_pipeline.cli.packs import pack_lines
-from mergepipe_pipeline.text import size
+from mergepipe_pipeline.text import listed, size
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.catalog.views import View
+
 
 _EXAMPLE = "select snapshot_id, version from snapshot_inputs where name = 'math'"
 
@@ -167,3 +168,44 @@ def _view_lines(name: str, view: View) -> tuple[str, ...]:
     width = max(map(len, view.columns))
     columns = (f"  {column.ljust(width)}  {means}" for column, means in view.columns.items())
     return (f"{name}: {view.what}", *columns, "")
+
+
+@click.command()
+@click.argument("path", type=click.Path())
+@click.option("--name", help="Name in the inbox (default: the folder's name).")
+@click.option("--link", is_flag=True, help="Link the files instead of copying them.")
+@click.option("--tag", "tags", multiple=True, help="Give the name a tag; see `tag`.")
+@download_options
+@verb
+def land(console: Console, path: str, name: str | None, link: bool, tags: tuple[str, ...]) -> None:
+    """Put a checkpoint into the inbox whole; it replaces an older version of its name.
+
+    PATH is a folder or an address, as hf://org/model.
+    """
+    from mergepipe_pipeline.verbs.land import land as run
+
+    done = run(console.warehouse, path, name, link=link, tags=tags, progress=console.progress)
+    left_out = listed(done.left_out, 5)
+    console.show(
+        asdict(done),
+        f"{done.name}: {done.files} file(s), {size(done.nbytes)}, in {done.path}"
+        + (", in place of an older version" if done.replaced else "")
+        + (f"; left out, as no part of a model: {left_out}" if left_out else ""),
+    )
+
+
+@click.command()
+@click.argument("name")
+@click.option("--reason", default="by hand", show_default=True, help="What to tell who asks why.")
+@click.option("--release", is_flag=True, help="Let this content in again.")
+@verb
+def quarantine(console: Console, name: str, reason: str, release: bool) -> None:
+    """Keep an expert's present content out of standing recipes until it changes.
+
+    Recipes that name it wait, and what their refs name stays live.
+    """
+    from mergepipe_pipeline.verbs.quarantine import quarantine as run
+
+    done = run(console.warehouse, name, reason=reason, release=release, progress=console.progress)
+    state = "kept out" if done.is_kept_out else "let in"
+    console.show(asdict(done), f"{done.name}, content {done.content[:16]}: {state}, {done.reason}")

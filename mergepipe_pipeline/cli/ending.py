@@ -1,4 +1,7 @@
-"""How a command ends: any exception as an error in the project's words, a signal in order."""
+"""How a command ends: any exception as an error in the project's words, a signal in order.
+
+No work ends because nobody can be told how it goes: messages on standard error never fail.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,12 @@ import errno
 import os
 import resource
 import signal
+import sys
 import traceback
+from io import BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from mergepipe_pipeline.errors import (
     DefectError,
@@ -174,3 +180,34 @@ def _tells_shortage(message: str) -> bool:
 def _place(error: Exception) -> str | None:
     frames = traceback.extract_tb(error.__traceback__)
     return f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else None
+
+
+_STANDARD = (0, 1, 2)
+
+
+class _Lossy(FileIO):
+    """A file of which what cannot be written is lost: on a full disk, or where nobody reads."""
+
+    def write(self, data: Any, /) -> int:
+        """Write what can be written; gives the number of all bytes if that fails."""
+        nbytes = memoryview(data).nbytes
+        try:
+            written: int | None = super().write(data)
+        except OSError:
+            return nbytes
+        return nbytes if written is None else written
+
+
+def prepare_streams() -> None:
+    """Let text that the terminal does not know be escaped, and messages on stderr never fail."""
+    for number in _STANDARD:  # else a file of the warehouse gets the number of a closed stream
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    if isinstance(sys.stdout, TextIOWrapper):  # None, where the caller closed it
+        sys.stdout.reconfigure(errors="backslashreplace")
+    if sys.stderr is sys.__stderr__:
+        encoding = sys.stderr.encoding if isinstance(sys.stderr, TextIOWrapper) else "utf-8"
+        raw = BufferedWriter(_Lossy(2, "w", closefd=False))
+        sys.stderr = TextIOWrapper(raw, encoding, "backslashreplace", line_buffering=True)

@@ -11,31 +11,35 @@ from contextlib import suppress
 import click
 
 from mergepipe_pipeline import __version__
-from mergepipe_pipeline.cli.bisect import bisect
-from mergepipe_pipeline.cli.checkpoints import analyze, register, sql, tag
+from mergepipe_pipeline.cli import (
+    checkpoints,
+    compare,
+    conflicts,
+    curve,
+    demo,
+    diff,
+    evaluation,
+    explain,
+    ls,
+    merging,
+    operators,
+    packs,
+    push,
+    replay,
+    search,
+    snapshots,
+    tools,
+    ui,
+    verify,
+)
 from mergepipe_pipeline.cli.common import fail, options
-from mergepipe_pipeline.cli.compare import compare
-from mergepipe_pipeline.cli.conflicts import conflicts
-from mergepipe_pipeline.cli.curve import curve
-from mergepipe_pipeline.cli.demo import demo
-from mergepipe_pipeline.cli.diff import diff
-from mergepipe_pipeline.cli.ending import Stopped, as_error, stop_by_signals, traced
-from mergepipe_pipeline.cli.evaluation import evaluate, promote
-from mergepipe_pipeline.cli.explain import explain
-from mergepipe_pipeline.cli.land import land
-from mergepipe_pipeline.cli.ls import ls
-from mergepipe_pipeline.cli.merging import check, merge, plan
-from mergepipe_pipeline.cli.operators import ops
-from mergepipe_pipeline.cli.packs import pack, unpack
-from mergepipe_pipeline.cli.push import pull, pull_pack, push
-from mergepipe_pipeline.cli.quarantine import quarantine
-from mergepipe_pipeline.cli.replay import replay
-from mergepipe_pipeline.cli.search import front, pick, search
-from mergepipe_pipeline.cli.snapshots import gc, history, publish, rollback
-from mergepipe_pipeline.cli.streams import prepare_streams
-from mergepipe_pipeline.cli.tools import convert, extract_lora, moe, transplant_tokenizer
-from mergepipe_pipeline.cli.ui import ui
-from mergepipe_pipeline.cli.verify import repair, verify
+from mergepipe_pipeline.cli.ending import (
+    Stopped,
+    as_error,
+    prepare_streams,
+    stop_by_signals,
+    traced,
+)
 from mergepipe_pipeline.secrets import discreet
 from mergepipe_pipeline.text import json_text
 
@@ -59,49 +63,30 @@ def main() -> None:
     """Merge LLM checkpoints: plan under a byte budget, stream, publish snapshots."""
 
 
-for command in (
-    register,
-    land,
-    tag,
-    quarantine,
-    analyze,
-    pack,
-    unpack,
-    ops,
-    check,
+for module in (
+    checkpoints,
+    compare,
     conflicts,
     curve,
-    plan,
-    merge,
-    evaluate,
-    promote,
-    publish,
-    history,
-    rollback,
-    push,
-    pull,
-    pull_pack,
-    bisect,
-    search,
-    front,
-    pick,
-    verify,
-    repair,
-    explain,
-    compare,
-    diff,
-    replay,
-    ls,
-    sql,
-    convert,
-    extract_lora,
-    moe,
-    transplant_tokenizer,
-    gc,
-    ui,
     demo,
+    diff,
+    evaluation,
+    explain,
+    ls,
+    merging,
+    operators,
+    packs,
+    push,
+    replay,
+    search,
+    snapshots,
+    tools,
+    ui,
+    verify,
 ):
-    main.add_command(command)
+    for command in vars(module).values():
+        if isinstance(command, click.Command):
+            main.add_command(command)
 
 
 def program() -> None:

@@ -1,8 +1,15 @@
-"""How many threads each kind of work gets; no other module decides it."""
+"""How many threads each kind of work gets, which no other module decides, and what memory is held.
+
+Allocators keep freed memory for later allocations. Between planning, which holds statistics of all
+experts, and merging, which holds windows, none is that large.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import resource
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -63,3 +70,17 @@ def single_threaded_torch() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def release_freed() -> None:
+    """Return freed memory of Arrow and of the C library, where it can; costs milliseconds."""
+    if arrow := sys.modules.get("pyarrow"):
+        arrow.default_memory_pool().release_unused()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
+    if trim is not None:
+        trim(0)
+
+
+def peak_nbytes() -> int:
+    """The most bytes of memory that this process has held so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
+from threading import Condition
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -127,3 +129,103 @@ class Workers:
             if on_cancel:
                 for item in under_way:
                     on_cancel(item)
+
+
+def prefetch(loads: Iterable[Callable[[], T]]) -> Iterator[Callable[[], T]]:
+    """The same loads in order; while one is used, the next one runs.
+
+    Calling one waits for its result and raises what it raised.
+    """
+    with Workers(1) as workers:
+        queue: TaskQueue[T] = workers.queue()
+        for load in loads:
+            queue.put(load)
+            if len(queue) > 1:
+                yield queue.pop()
+        while queue:
+            yield queue.pop()
+
+
+def lookahead(items: Iterable[T], count: int) -> Iterator[tuple[T, list[T]]]:
+    """Items in order, each with the items first seen since the one before it.
+
+    `count` items after the one that is given have been seen. Every item is seen once, so that a
+    caller can announce it to the disk before its own turn.
+    """
+    waiting: deque[T] = deque()
+    seen: list[T] = []
+    for item in items:
+        waiting.append(item)
+        seen.append(item)
+        if len(waiting) > count:
+            yield waiting.popleft(), seen
+            seen = []
+    for item in waiting:
+        yield item, seen
+        seen = []
+
+
+class Sequencer:
+    """How far one range of elements is done; only its next part may do the ordered step.
+
+    What threads touch between `wait` and `advance` needs no lock. Whoever starts the threads must
+    call `cancel` when one of them fails, because the threads behind it would wait forever.
+    """
+
+    def __init__(self, start_elem: int = 0) -> None:
+        self._changed = Condition()
+        self._done_elem, self._is_cancelled = start_elem, False
+
+    def wait(self, start_elem: int) -> None:
+        """Return when every element before `start_elem` is done. Raises CancelledError."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._done_elem == start_elem or self._is_cancelled)
+            if self._is_cancelled:
+                raise CancelledError
+
+    def advance(self, stop_elem: int) -> None:
+        """Say that every element before `stop_elem` is done."""
+        with self._changed:
+            self._done_elem = stop_elem
+            self._changed.notify_all()
+
+    def cancel(self) -> None:
+        """End the waiting of all threads with CancelledError."""
+        with self._changed:
+            self._is_cancelled = True
+            self._changed.notify_all()
+
+
+class FreeList(Generic[T]):
+    """Gives out a free thing or makes one; safe for several threads.
+
+    It makes as many as are in use at once. `max_free` of those given back are kept (None: all).
+    """
+
+    def __init__(self, make: Callable[[], T], max_free: int | None = None) -> None:
+        self._make = make
+        self._free: deque[T] = deque(maxlen=max_free)  # its ends are safe without a lock
+
+    def __len__(self) -> int:
+        """How many are free."""
+        return len(self._free)
+
+    def take(self) -> T:
+        """A thing that nobody else has until it is given back."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            return self._make()
+
+    def give_back(self, thing: T) -> None:
+        """Make a thing free for the next caller."""
+        self._free.append(thing)
+
+    @contextmanager
+    def lent(self) -> Iterator[T]:
+        """One thing for the time of a `with` block."""
+        thing = self.take()
+        try:
+            yield thing
+        finally:
+            self.give_back(thing)

@@ -23,10 +23,8 @@ from mergepipe_pipeline.arrays import U8Array
 from mergepipe_pipeline.checkpoints.header import tensor_order
 from mergepipe_pipeline.checkpoints.stored import count_non_finite
 from mergepipe_pipeline.checkpoints.writer import ShardWriter
-from mergepipe_pipeline.concurrency.free_list import FreeList
-from mergepipe_pipeline.concurrency.lookahead import lookahead
 from mergepipe_pipeline.concurrency.threads import READING, single_threaded_torch
-from mergepipe_pipeline.concurrency.workers import Workers
+from mergepipe_pipeline.concurrency.workers import FreeList, Workers, lookahead
 from mergepipe_pipeline.domain.plan import LayerTask, MergePlan, TensorTask
 from mergepipe_pipeline.domain.segments import KnownSegments
 from mergepipe_pipeline.dtypes import itemsize

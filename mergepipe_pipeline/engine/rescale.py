@@ -21,8 +21,7 @@ import numpy as np
 
 from mergepipe_pipeline.arrays import F64Array, U8Array
 from mergepipe_pipeline.checkpoints.rows import BaseRow, ExpertRow
-from mergepipe_pipeline.concurrency.free_list import FreeList
-from mergepipe_pipeline.concurrency.workers import TaskQueue, Workers
+from mergepipe_pipeline.concurrency.workers import FreeList, TaskQueue, Workers
 from mergepipe_pipeline.domain.plan import ExpertInput, TensorTask
 from mergepipe_pipeline.engine.jobs import Job
 from mergepipe_pipeline.engine.sources import SourcePool

@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from mergepipe_pipeline.arrays import F32Array
-from mergepipe_pipeline.concurrency.sequencer import Sequencer
+from mergepipe_pipeline.concurrency.workers import Sequencer
 from mergepipe_pipeline.domain.blocks import clip
 from mergepipe_pipeline.domain.plan import ExpertInput, TensorTask, TrimRule
 from mergepipe_pipeline.domain.ties import TieBreaker

@@ -11,8 +11,7 @@ from functools import partial
 
 from mergepipe_pipeline.catalog.pairs import Pair
 from mergepipe_pipeline.concurrency import threads
-from mergepipe_pipeline.concurrency.prefetch import prefetch
-from mergepipe_pipeline.concurrency.workers import Workers
+from mergepipe_pipeline.concurrency.workers import Workers, prefetch
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests, verify_place
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.model import Model

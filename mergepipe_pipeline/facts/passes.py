@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from mergepipe_pipeline.catalog.pairs import Content, Origin, Pair
 from mergepipe_pipeline.concurrency import threads
-from mergepipe_pipeline.concurrency.memory import release_freed
+from mergepipe_pipeline.concurrency.threads import release_freed
 from mergepipe_pipeline.concurrency.workers import TaskQueue, Workers
 from mergepipe_pipeline.contents.input_segments import pass_inputs
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests, refuse_changed, verify_place

@@ -33,8 +33,7 @@ from mergepipe_pipeline.storage.side_files import (
 from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.text import listed
 from mergepipe_pipeline.tokenizer.build import TokenizerBuild
-from mergepipe_pipeline.tokenizer.builtin import BUILT_IN, ENDS
-from mergepipe_pipeline.tokenizer.chat import chat_template, with_chat_template
+from mergepipe_pipeline.tokenizer.chat import BUILT_IN, ENDS, chat_template, with_chat_template
 from mergepipe_pipeline.tokenizer.chat import template_of as chat_template_of
 from mergepipe_pipeline.tokenizer.model_tokenizer import (
     CONFIG as TOKENIZER_CONFIG,

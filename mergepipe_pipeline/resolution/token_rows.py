@@ -37,8 +37,7 @@ from mergepipe_pipeline.errors import IncompatibleCheckpointsError
 from mergepipe_pipeline.resolution.model_files import tokenizer_of
 from mergepipe_pipeline.resolution.vocabulary import embedding_rows, refuse_left_tables
 from mergepipe_pipeline.storage.source import open_source
-from mergepipe_pipeline.tokenizer.build import TokenizerBuild, build_tokenizer
-from mergepipe_pipeline.tokenizer.row_sources import ModelRows, Pairs
+from mergepipe_pipeline.tokenizer.build import ModelRows, Pairs, TokenizerBuild, build_tokenizer
 from mergepipe_pipeline.warehouse import Warehouse
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ import threading
 from functools import partial
 from pathlib import Path
 
-from mergepipe_pipeline.concurrency.free_list import FreeList
-from mergepipe_pipeline.concurrency.workers import TaskQueue, Workers
+from mergepipe_pipeline.concurrency.workers import FreeList, TaskQueue, Workers
 
 #: Smaller reads do not repay the extra calls.
 _LEAST_NBYTES = 128 << 10

@@ -16,8 +16,7 @@ from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.storage.hashing import file_sha256
 from mergepipe_pipeline.storage.side_files import side_files
 from mergepipe_pipeline.storage.source import CheckpointSource, open_source
-from mergepipe_pipeline.tools.convert import convert_files
-from mergepipe_pipeline.tools.pickled import pickled_files
+from mergepipe_pipeline.tools.convert import convert_files, pickled_files
 from mergepipe_pipeline.tools.result import Made, Origin, check_place, drafted
 from mergepipe_pipeline.warehouse import Warehouse
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.progress import Progress, Silent
-from mergepipe_pipeline.tools.adapter import Extraction, Extractor, details_of
-from mergepipe_pipeline.tools.low_rank import RankChoice
+from mergepipe_pipeline.tools.adapter import Extraction, Extractor, RankChoice, details_of
 from mergepipe_pipeline.tools.models import open_input, unchanged_origin
 from mergepipe_pipeline.tools.result import Made, check_place, drafted
 from mergepipe_pipeline.warehouse import Warehouse

@@ -12,13 +12,17 @@ from contextlib import ExitStack
 from mergepipe_pipeline.domain.snapshot import Ref
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.search.candidate import evaluate, snapshot_of
-from mergepipe_pipeline.search.cost import SearchCost, search_cost
 from mergepipe_pipeline.search.front import Front, cheapest, front, front_picture, ref_name
 from mergepipe_pipeline.search.ledger import Ledger, Prior, Proposal, Result, Search, searches
-from mergepipe_pipeline.search.loop import Tell, run_search
+from mergepipe_pipeline.search.loop import SearchState, Tell, propose, run_search, state_of
 from mergepipe_pipeline.search.prior import search_prior
-from mergepipe_pipeline.search.proposing import SearchState, propose, state_of
-from mergepipe_pipeline.search.start import begin_search, read_search, start_search
+from mergepipe_pipeline.search.start import (
+    SearchCost,
+    begin_search,
+    read_search,
+    search_cost,
+    start_search,
+)
 from mergepipe_pipeline.verbs.publish import publish
 from mergepipe_pipeline.warehouse import Warehouse
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from mergepipe_pipeline.concurrency.memory import peak_nbytes
+from mergepipe_pipeline.concurrency.threads import peak_nbytes
 from mergepipe_pipeline.deploy.layer_records import LayerRecord, LayerRecords
 from mergepipe_pipeline.domain.outcome import LayerOutcome, Shard
 from mergepipe_pipeline.domain.plan import MergePlan

@@ -23,12 +23,11 @@ from mergepipe_pipeline.errors import RecipeError
 from mergepipe_pipeline.recipe.references import parse_reference
 from mergepipe_pipeline.recipe.yaml_text import MAX_NBYTES
 from mergepipe_pipeline.search.candidate import evaluate
-from mergepipe_pipeline.search.cost import SearchCost, search_cost
 from mergepipe_pipeline.search.ledger import Ledger, Prior, Result, Search, searches
+from mergepipe_pipeline.search.loop import SearchState, propose, state_of
 from mergepipe_pipeline.search.prior import search_prior
-from mergepipe_pipeline.search.proposing import SearchState, propose, state_of
 from mergepipe_pipeline.search.search_file import SearchFile, parse_search
-from mergepipe_pipeline.search.start import start_search
+from mergepipe_pipeline.search.start import SearchCost, search_cost, start_search
 from mergepipe_pipeline.storage.regular import read_small
 from mergepipe_pipeline.text import escaped
 from mergepipe_pipeline.warehouse import Warehouse

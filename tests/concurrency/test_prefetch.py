@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe_pipeline.concurrency.prefetch import prefetch
+from mergepipe_pipeline.concurrency.workers import prefetch
 
 
 @given(count=st.integers(0, 20))

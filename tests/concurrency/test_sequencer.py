@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe_pipeline.concurrency.sequencer import Sequencer
+from mergepipe_pipeline.concurrency.workers import Sequencer
 
 
 @given(order=st.permutations(range(6)))

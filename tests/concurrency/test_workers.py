@@ -13,10 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mergepipe_pipeline.concurrency.free_list import FreeList
-from mergepipe_pipeline.concurrency.lookahead import lookahead
-from mergepipe_pipeline.concurrency.sequencer import Sequencer
-from mergepipe_pipeline.concurrency.workers import TaskQueue, Workers
+from mergepipe_pipeline.concurrency.workers import (
+    FreeList,
+    Sequencer,
+    TaskQueue,
+    Workers,
+    lookahead,
+)
 
 #: How long each item of a map takes, in units too short to matter and long enough to reorder.
 PACES = st.lists(st.integers(0, 3), max_size=12)

@@ -16,7 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from safetensors.torch import load_file, save_file
 
 from mergepipe_pipeline.errors import CheckpointError, RecipeError
-from mergepipe_pipeline.tokenizer.builtin import BUILT_IN
+from mergepipe_pipeline.tokenizer.chat import BUILT_IN
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.execution.test_run import run
 from tests.parity.conftest import FamilyOf

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mergepipe_pipeline.tokenizer.build import ModelRows
 from mergepipe_pipeline.tokenizer.model_tokenizer import ModelTokenizer, read_tokenizer
-from mergepipe_pipeline.tokenizer.row_sources import ModelRows
 from tests.support.family import tensors_of, write_model
 
 HIDDEN = 8
