@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mergepipe_pipeline.cli.common import Answer, Console, answer, recipe_folder, table
-from mergepipe_pipeline.cli.merging import egress_lines, planning_options
-from mergepipe_pipeline.cli.reading import reading
+from mergepipe_pipeline.cli.merging import egress_lines, planning_options, reading
 from mergepipe_pipeline.text import size
 
 if TYPE_CHECKING:

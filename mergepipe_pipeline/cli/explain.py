@@ -12,8 +12,13 @@ import click
 from mergepipe_pipeline.cli.common import Answer, Console, answer, cells, table
 from mergepipe_pipeline.cli.compare import comparison_lines
 from mergepipe_pipeline.cli.evaluation import evaluation_lines, evaluation_records
-from mergepipe_pipeline.cli.merging import bound_text, error_text, packed_lines, strategy_text
-from mergepipe_pipeline.cli.selected import selected_lines
+from mergepipe_pipeline.cli.merging import (
+    bound_text,
+    error_text,
+    packed_lines,
+    selected_lines,
+    strategy_text,
+)
 from mergepipe_pipeline.text import percent, size
 
 if TYPE_CHECKING:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import click
 
@@ -18,20 +20,75 @@ from mergepipe_pipeline.cli.common import (
 from mergepipe_pipeline.cli.evaluation import metrics_text
 from mergepipe_pipeline.cli.mergekit_flags import RecipeCommand
 from mergepipe_pipeline.cli.packs import estimate_lines
-from mergepipe_pipeline.cli.reading import AS_WRITTEN, reading, reading_options
-from mergepipe_pipeline.cli.selected import selected_lines
-from mergepipe_pipeline.cli.shards import cut_of, exported
 from mergepipe_pipeline.text import percent, size
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.domain.plan import MergePlan
+    from mergepipe_pipeline.domain.selector import Selected
     from mergepipe_pipeline.execution.run import MergeOutcome
     from mergepipe_pipeline.facts.packs import PackedCost
     from mergepipe_pipeline.remote.egress import Egress
     from mergepipe_pipeline.resolution.resolve import ResolvedRecipe
+    from mergepipe_pipeline.snapshots.export import Shards
+    from mergepipe_pipeline.verbs.merge import Merged
+    from mergepipe_pipeline.warehouse import Warehouse
 
 
 _COUNT = click.IntRange(min=1)
+_SIZE = re.compile(r"([0-9]+)\s*([kmgtb]?)(i?)b?", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "b": 3, "t": 4}
+
+
+class Reading(TypedDict):
+    """How a recipe is read, as `load_recipe` takes it."""
+
+    lenient: bool
+    copy_tokenizer: bool
+    truncate_embeddings: bool
+
+
+#: How it is read if nobody asks for more.
+AS_WRITTEN = Reading(lenient=False, copy_tokenizer=True, truncate_embeddings=False)
+
+
+def reading(planning: dict[str, Any]) -> Reading:
+    """The options that say how a recipe is read, taken out of the others.
+
+    Raises UsageError for others that contradict each other.
+    """
+    if planning.get("strategy") == "packs" and planning.get("no_packs"):
+        raise click.UsageError(
+            "--strategy packs and --no-packs exclude each other: give one of them"
+        )
+    return Reading(
+        lenient=planning.pop("lenient"),
+        copy_tokenizer=planning.pop("copy_tokenizer"),
+        truncate_embeddings=planning.pop("truncate_embeddings"),
+    )
+
+
+def reading_options(function: Callable[..., None]) -> Callable[..., None]:
+    """The options of `Reading`."""
+    for option in (
+        click.option(
+            "--copy-tokenizer/--no-copy-tokenizer",
+            default=True,
+            help="Give the result a tokenizer (default).",
+        ),
+        click.option(
+            "--unsafe-truncate-embeddings",
+            "truncate_embeddings",
+            is_flag=True,
+            help="Crop all vocabularies to the shortest, as if token numbers meant the same.",
+        ),
+        click.option(
+            "--lenient",
+            is_flag=True,
+            help="Warn about keys and parameters that mergekit ignores, and ignore them, too.",
+        ),
+    ):
+        function = option(function)
+    return function
 
 
 def planning_options(function: Callable[..., None]) -> Callable[..., None]:
@@ -340,3 +397,46 @@ def _merged_lines(outcome: MergeOutcome) -> list[str]:
         f"  time          {s['time']['total_s']:.2f} s",
         f"  path          {s['path']}",
     ]
+
+
+def selected_lines(selected: Sequence[Selected]) -> list[str]:
+    """Which experts each selector takes, and which it leaves and why; nothing without selectors."""
+    if not selected:
+        return []
+    rows = [(s.label, name, why) for s in selected for name, why in s.answers]
+    return ["", *table(("selector", "expert", "taken, or why not"), rows)]
+
+
+def cut_of(warehouse: Warehouse, out: str | None, size: str | None) -> tuple[Path, Shards] | None:
+    """The folder and its files' size; None where the option is not given.
+
+    Raises UsageError for a size that is none, or without a folder, and what `check_out` raises.
+    """
+    if size is None:
+        return None
+    from mergepipe_pipeline.verbs.export import Shards, check_out, refuse_full
+
+    if out is None:
+        raise click.UsageError("--shard-size is of the files in --out, and there is none")
+    folder = check_out(out, warehouse.root)
+    refuse_full(folder)
+    return folder, Shards(_nbytes(size))
+
+
+def _nbytes(size: str) -> int | None:
+    """Bytes of `5GB`, `500MiB`, `5B` (billions, as in mergekit) or a number; None for `none`."""
+    if size.lower() == "none":
+        return None
+    match = _SIZE.fullmatch(size.strip())
+    if match is None or int(match[1]) == 0:
+        raise click.UsageError(f"--shard-size {size!r} is no size: write 5GB, 500MiB or none")
+    unit: int = (1024 if match[3] else 1000) ** _POWERS[match[2].lower()]
+    return int(match[1]) * unit
+
+
+def exported(warehouse: Warehouse, merged: Merged, folder: Path, shards: Shards) -> Merged:
+    """What was merged, in a folder with weight files of that size."""
+    from mergepipe_pipeline.verbs.export import export
+
+    export(warehouse, merged.outcome.snapshot.snapshot_id, folder, shards)
+    return replace(merged, folder=folder)

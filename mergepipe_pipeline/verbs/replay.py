@@ -7,7 +7,7 @@ the catalog or the action cache of this one believes takes part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.plan import ENGINE_VERSION, MergePlan
 from mergepipe_pipeline.domain.request import Request, RequestedModel
-from mergepipe_pipeline.domain.snapshot import Manifest, ShardEntry, Snapshot
+from mergepipe_pipeline.domain.snapshot import Manifest, Snapshot
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import (
     CheckpointChangedError,
@@ -101,25 +101,16 @@ def replay(
 
 
 def _request(snapshot: Snapshot, provenance: Mapping[str, Any]) -> Request:
-    try:
-        return Request.from_json(provenance["request"])
-    except (KeyError, TypeError) as error:
-        if made_by := provenance.get("made_by"):
-            raise NotFoundError(
-                "No recipe made this snapshot",
-                where=snapshot.path,
-                expected="the snapshot of a merge",
-                found=f"one that `mergepipe {made_by['verb']}` made",
-                next_step="run that command again: `made_by` in provenance.json has its parameters",
-            ) from error
+    if "request" not in provenance:
+        verb = provenance.get("made_by", {}).get("verb", "of another version")
         raise NotFoundError(
-            "A snapshot does not say how it was asked for",
+            "No recipe made this snapshot",
             where=snapshot.path,
-            expected="`request` in provenance.json",
-            found=f"no {error}" if isinstance(error, KeyError) else str(error),
-            next_step="it is of a version that did not write this: merge its recipe in an empty "
-            "warehouse and compare with `mergepipe diff`",
-        ) from error
+            expected="the snapshot of a merge",
+            found=f"one that `mergepipe {verb}` made",
+            next_step="run that command again: `made_by` in provenance.json has its parameters",
+        )
+    return Request.from_json(provenance["request"])
 
 
 def _refuse_unknown(given: Mapping[str, str], request: Request) -> None:
@@ -243,12 +234,12 @@ def _compare(anew: Warehouse, old: Snapshot, new: Snapshot, engine_version: str)
     """Raise CorruptionError for the first thing that the second merge gave otherwise."""
     layers, again = ({s.layer for s in x.manifest.shards} for x in (old, new))
     if layers == again:
-        difference = next(_differences(old.manifest, new.manifest), None)
+        before, after = (_facts(x.manifest) for x in (old, new))
     else:  # a folder that was written in shards of another size
-        difference = next(_other_tensors(anew, old, new), None)
-    if difference is None:
+        before, after = (_contents(anew, x) for x in (old, new))
+    where = next((w for w in before | after if before.get(w) != after.get(w)), None)
+    if where is None:
         return
-    where, expected, came = difference
     next_step = (
         "check the snapshot with `mergepipe verify` and the machine's memory; then report it"
     )
@@ -258,50 +249,25 @@ def _compare(anew: Warehouse, old: Snapshot, new: Snapshot, engine_version: str)
     raise CorruptionError(
         "A replay gave another result",
         where=f"{old.snapshot_id}, {where}",
-        expected=expected,
-        found=came,
+        expected=before.get(where, "nothing")[:16],
+        found=after.get(where, "nothing")[:16],
         next_step=next_step,
     )
 
 
-def _other_tensors(anew: Warehouse, old: Snapshot, new: Snapshot) -> Iterator[tuple[str, str, str]]:
-    """(where, expected, found) of tensors, in whatever files they lie."""
-    before, after = (
-        dict(ensure_digests(anew, open_checkpoint(x.path, "result"))) for x in (old, new)
-    )
-    for name in sorted(before.keys() | after.keys()):
-        expected, made = (d.get(name, "no such tensor") for d in (before, after))
-        if expected != made:
-            yield f"tensor {name}", expected[:16], made[:16]
+def _facts(manifest: Manifest) -> dict[str, str]:
+    """All that a replay must give again: weights first, which other things follow from."""
+    facts: dict[str, str] = {}
+    for s in manifest.shards:
+        facts |= {f"layer {s.layer}, tensor {name}": digest for name, digest in s.tensors}
+        facts[f"layer {s.layer}, header"] = s.sha256
+    facts |= {f"layer {s.layer}, layer key": s.layer_key for s in manifest.shards}
+    facts["plan id"] = manifest.plan_id
+    facts |= {f"file {f.file}": f.sha256 for f in manifest.side_files}
+    return {**facts, "manifest": manifest.snapshot_id}
 
 
-def _differences(old: Manifest, new: Manifest) -> Iterator[tuple[str, str, str]]:
-    """(where, expected, found) of equal layers: weights first, which other things follow from."""
-    made = {s.layer: s for s in new.shards}
-    for shard in old.shards:
-        again = made[shard.layer]
-        if again.sha256 != shard.sha256:
-            yield (
-                f"layer {shard.layer}, {_first_tensor(shard, again)}",
-                f"sha256 {shard.sha256[:16]}",
-                f"sha256 {again.sha256[:16]}",
-            )
-    for shard in old.shards:
-        if shard.layer_key != made[shard.layer].layer_key:
-            yield f"layer {shard.layer}, layer key", shard.layer_key, made[shard.layer].layer_key
-    if old.plan_id != new.plan_id:
-        yield "plan id", old.plan_id, new.plan_id
-    files = {f.file: f.sha256 for f in new.side_files}
-    for file in old.side_files:
-        if files.get(file.file) != file.sha256:
-            yield f"file {file.file}", file.sha256[:16], files.get(file.file, "no such file")[:16]
-    if old.snapshot_id != new.snapshot_id:
-        yield "manifest", old.snapshot_id, new.snapshot_id
-
-
-def _first_tensor(old: ShardEntry, new: ShardEntry) -> str:
-    """The first tensor up to whose end the files differ."""
-    for (name, digest), (other, again) in zip(old.tensors, new.tensors, strict=False):
-        if (name, digest) != (other, again):
-            return f"tensor {name}"
-    return "header"
+def _contents(anew: Warehouse, snapshot: Snapshot) -> dict[str, str]:
+    """The digests of tensors, in whatever files they lie."""
+    digests = ensure_digests(anew, open_checkpoint(snapshot.path, "result"))
+    return {f"tensor {name}": digest for name, digest in sorted(dict(digests).items())}
