@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from typing import Any
 
 import xxhash
@@ -109,10 +110,10 @@ def seal(value: dict[str, Any]) -> bytes:
     ).encode()
 
 
-def unseal(data: bytes, where: str) -> dict[str, Any]:
-    """The object in sealed JSON bytes. Any flipped bit raises CorruptionError."""
+def unseal(data: bytes, where: str, load: Callable[[bytes], Any] = json.loads) -> dict[str, Any]:
+    """The object in sealed JSON bytes, as `load` reads it. A flipped bit raises CorruptionError."""
     try:
-        value = json.loads(data)
+        value = load(data)
         stated = value.pop(SEAL_KEY)
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise CorruptionError(

@@ -11,7 +11,7 @@ from mergepipe_pipeline.cli.common import Console, counted, verb
 from mergepipe_pipeline.text import size
 
 if TYPE_CHECKING:
-    from mergepipe_pipeline.remote.push import Pushed
+    from mergepipe_pipeline.remote.push import PushResult
 
 
 @click.command()
@@ -70,7 +70,7 @@ def push(
     )
 
 
-def _pushed_lines(done: Pushed, *, dry_run: bool) -> list[str]:
+def _pushed_lines(done: PushResult, *, dry_run: bool) -> list[str]:
     verb_done = "would send" if dry_run else "sent"
     return [
         f"{done.address}: {counted(done.files, 'file')}, {size(done.nbytes)}; "

@@ -112,14 +112,17 @@ class Bucket:
                 raise self._other_size(key, f"at most {most_nbytes}", answer.meta["size"])
             return bytes(answer.bytes())
 
+    def names(self, below: str) -> list[str]:
+        """The keys of all objects below a folder, sorted."""
+        return sorted(e.key for e in self.entries(below))
+
     def download(
         self,
         key: str,
         path: Path,
         sha256: str,
-        advance: Callable[[int], None] | None = None,
-        *,
         nbytes: int,
+        advance: Callable[[int], None] | None = None,
     ) -> bool:
         """Write an object's content to the file `path`; False if there is none.
 

@@ -31,7 +31,7 @@ Fetch = Callable[[int, int], bytearray]
 
 
 @dataclass(frozen=True, slots=True)
-class Stated:
+class StatedDigest:
     """What a server states of a whole file: its digest and length, and the hash that gives it."""
 
     digest: str
@@ -74,7 +74,7 @@ class DownloadedFile:
         fetch: Fetch,
         pieces: Pieces,
         pool: Executor,
-        stated: Stated | None = None,
+        stated: StatedDigest | None = None,
         on_lie: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_lie` is called when the file is not what its server states."""
@@ -194,7 +194,7 @@ class DownloadedFile:
         is_read = self._pieces.read(self._key, piece.stored, start_byte, memoryview(data))
         return data if is_read else None
 
-    def _judge(self, stated: Stated, found: str) -> None:
+    def _judge(self, stated: StatedDigest, found: str) -> None:
         """Believe a whole file, or let all of it go. Raises CorruptionError."""
         self._hash = None
         if found == stated.digest:
@@ -222,7 +222,7 @@ class DownloadedFile:
             if self._stated is not None and self._hash is not None:
                 self._drop(self._stated)
 
-    def _drop(self, stated: Stated) -> None:
+    def _drop(self, stated: StatedDigest) -> None:
         """Begin anew, with the lock held."""
         self._pieces.drop(self._key)
         self._known.clear()

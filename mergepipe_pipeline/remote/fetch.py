@@ -167,13 +167,12 @@ class Speed:
             raise RequestError(told, "slow", retries=False)
 
 
-def watched(stream: Any) -> Any:
-    """The body of an answer to a client of the hub's library, which ends if it comes too slowly.
+def watched(stream: Any, library: Any) -> Any:
+    """The body of an answer to a client of an HTTP library, which ends if it comes too slowly.
 
     Raises RequestError while it is read, also for JSON of absurd length.
     """
-    base = next(c for c in type(stream).__mro__ if c.__name__ == "SyncByteStream")
-    return _watched_class(base)(stream)
+    return _watched_class(library.SyncByteStream)(stream)
 
 
 @lru_cache(maxsize=4)

@@ -53,7 +53,7 @@ def push_to_hub(
     replace: bool = False,
     dry_run: bool = False,
     advance: Callable[[int], None] = lambda nbytes: None,
-) -> Pushed:
+) -> PushResult:
     """Make a branch of a repository hold `files`; makes the repository, private unless `public`.
 
     What is there with the same content is not sent; if all is, there is no commit. `older` gives
@@ -75,15 +75,7 @@ def push_to_hub(
         if older is not None:
             go = replace or is_as_main
             removed = _removed(api, address, files, parent, there, older, replace=go)
-        pushed = Pushed(
-            address.text,
-            len(files),
-            sum(f.nbytes for f in files),
-            tuple(f.name for f in missing),
-            sum(f.nbytes for f in missing),
-            removed,
-            "",
-        )
+        pushed = PushResult.of(address, files, missing, removed, "")
         if dry_run:
             return pushed
         if not missing and not removed:
@@ -271,7 +263,7 @@ class OutgoingFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Pushed:
+class PushResult:
     """A model at an address: all its files and bytes, and those that were sent (or would be).
 
     `removed` are files of another model that are no longer there; `commit` is the hub's, where the
@@ -286,6 +278,19 @@ class Pushed:
     removed: tuple[str, ...] = ()
     commit: str | None = None
 
+    @staticmethod
+    def of(
+        address: Address,
+        files: Sequence[OutgoingFile],
+        missing: Sequence[OutgoingFile],
+        removed: tuple[str, ...],
+        commit: str | None = None,
+    ) -> PushResult:
+        """What comes of sending the `missing` ones of `files`."""
+        names, nbytes = tuple(f.name for f in missing), sum(f.nbytes for f in missing)
+        total = sum(f.nbytes for f in files)
+        return PushResult(address.text, len(files), total, names, nbytes, removed, commit)
+
 
 def push_to_bucket(
     bucket: Bucket,
@@ -296,7 +301,7 @@ def push_to_bucket(
     replace: bool = False,
     dry_run: bool = False,
     advance: Callable[[int], None] = lambda nbytes: None,
-) -> Pushed:
+) -> PushResult:
     """Put `files` at the bucket's address; the first is the claim, the others go in this order.
 
     `first_opened` are the names that make a reader take the folder for a model: they are not there
@@ -317,14 +322,7 @@ def push_to_bucket(
         raise _taken(bucket, removed)
     late = _put_last(first_opened, claim, missing)
     missing = [f for f in files if f in missing or f.name in late]
-    pushed = Pushed(
-        bucket.address.text,
-        len(files),
-        sum(f.nbytes for f in files),
-        tuple(f.name for f in missing),
-        sum(f.nbytes for f in missing),
-        tuple(sorted(removed)),
-    )
+    pushed = PushResult.of(bucket.address, files, missing, tuple(sorted(removed)))
     if dry_run:
         return pushed
     advance(pushed.nbytes - pushed.sent_nbytes)

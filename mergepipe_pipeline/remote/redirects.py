@@ -11,6 +11,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
+from importlib import import_module
 from ipaddress import IPv6Address, ip_address, ip_network
 from typing import Any, Literal
 from urllib.parse import urljoin, urlsplit
@@ -116,7 +117,8 @@ class _Guard:
 
     def __call__(self, answer: Any) -> None:
         refuse_other_peer(self._given, answer)
-        answer.stream = watched(answer.stream)
+        library = import_module(type(answer).__module__.partition(".")[0])
+        answer.stream = watched(answer.stream, library)
         if answer.has_redirect_location:
             permitted(self._given, str(answer.url), answer.headers["location"])
 

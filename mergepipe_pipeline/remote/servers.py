@@ -13,13 +13,13 @@ from functools import lru_cache, partial
 
 from mergepipe_pipeline.remote.address import BUCKETS, HUB, Address, parse_address
 from mergepipe_pipeline.remote.clients import IN_FLIGHT
-from mergepipe_pipeline.remote.downloads import DownloadedFile, Stated
+from mergepipe_pipeline.remote.downloads import DownloadedFile, StatedDigest
 from mergepipe_pipeline.remote.fetch import fetch
 from mergepipe_pipeline.remote.listing import Listing, Site
 from mergepipe_pipeline.remote.ranges import downloads
 
 
-class Pinned:
+class Pin:
     """A server, what lay at its address when it was asked, and what was downloaded since.
 
     All sources of one address share the files, so that no byte is asked for twice. Safe for several
@@ -38,7 +38,9 @@ class Pinned:
             if path not in self._files:
                 get = partial(fetch, self.site, self.listing, file)
                 where, key = f"{self.listing.root}, {path}", self.listing.key(file)
-                stated = Stated(file.content, file.nbytes, file.new_hash) if file.content else None
+                stated = None
+                if file.content:
+                    stated = StatedDigest(file.content, file.nbytes, file.new_hash)
                 self._files[path] = DownloadedFile(
                     where, key, get, downloads(), requests(), stated, PINS.drop_unproved
                 )
@@ -72,19 +74,19 @@ class Pins:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: dict[str, Pinned] = {}
+        self._known: dict[str, Pin] = {}
 
-    def of(self, root: str) -> Pinned:
+    def of(self, root: str) -> Pin:
         """What was found at an address before, or what is there now. Raises RemoteError."""
         with self._lock:
             known = self._known.get(root)
         return known or self.renewed(parse_address(root))
 
-    def renewed(self, address: Address) -> Pinned:
+    def renewed(self, address: Address) -> Pin:
         """What is at an address now, for all that read it from here on. Raises RemoteError."""
         listing = site_of(address).listing()
         # The commit has a server of its own: links and files are those of that commit.
-        pinned = Pinned(site_of(parse_address(listing.root)), listing)
+        pinned = Pin(site_of(parse_address(listing.root)), listing)
         with self._lock:
             self._known[listing.root] = pinned
         return pinned

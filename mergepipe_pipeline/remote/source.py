@@ -158,7 +158,7 @@ def folder_at(address: Address) -> Folder:
     if address.scheme == HUB:
         return _HubFolder(address)
     if address.scheme in BUCKETS:
-        return _BucketFolder(address)
+        return Bucket(address)
     raise RemoteError(
         "Files cannot be listed there",
         where=address.text,
@@ -166,22 +166,6 @@ def folder_at(address: Address) -> Folder:
         found=f"{address.scheme}://",
         next_step="choose another address",
     )
-
-
-class _BucketFolder:
-    def __init__(self, address: Address) -> None:
-        self._bucket = Bucket(address)
-
-    def names(self, below: str) -> list[str]:
-        return sorted(e.key for e in self._bucket.entries(below))
-
-    def read(self, name: str, most_nbytes: int) -> bytes | None:
-        return self._bucket.read(name, most_nbytes)
-
-    def download(
-        self, name: str, path: Path, sha256: str, nbytes: int, advance: Callable[[int], None]
-    ) -> bool:
-        return self._bucket.download(name, path, sha256, advance, nbytes=nbytes)
 
 
 class _HubFolder:

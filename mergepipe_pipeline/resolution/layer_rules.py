@@ -374,59 +374,41 @@ for _class in ("instructblip_qformer", "instructblipvideo_qformer"):
     RULES[_class] = RULES["blip_2_qformer"]
 for _class in ("imagegpt", "decision_transformer"):
     RULES[_class] = RULES["gpt2"]
-for _class in (
-    "longt5",
-    "mt5",
-    "pix2struct_text_model",
-    "pop2piano",
-    "t5",
-    "udop",
-    "umt5",
-    "wavlm",
-):
+_OTHER_FIRST = "longt5 mt5 pix2struct_text_model pop2piano t5 udop umt5 wavlm"
+for _class in _OTHER_FIRST.split():
     RULES[_class] = {"layers": Rule(_each(lambda c, i: not i), keeping=_FIRST)}
 
-#: Classes whose first layers are dense: how many, under which key.
-_FIRST_DENSE: dict[str, tuple[str | None, int]] = {
-    "bailing_hybrid": ("first_k_dense_replace", 2),
-    "beam": (None, 3),
-    "deepseek_v32": ("first_k_dense_replace", 3),
-    "ernie4_5_vl_moe_text": (None, 1),
-    "exaone_moe": ("first_k_dense_replace", 1),
-    "glm4_moe_lite": (None, 1),
-    "glm5_next_text": (None, 3),
-    "glm_moe_dsa": ("first_k_dense_replace", 3),
-    "hy_v3": (None, 1),
-    "hy_v4": (None, 1),
-    "kimi_linear": ("first_k_dense_replace", 1),
-    "laguna": (None, 1),
-    "mimo_v2_flash": (None, 1),
-    "mistral_large4_text": ("first_k_dense_replace", 1),
-    "unlimited_ocr_text": ("first_k_dense_replace", 1),
+#: Classes whose first layers are dense, by the key that says how many, and how many by default.
+_FIRST_DENSE: dict[tuple[str | None, int], str] = {
+    ("first_k_dense_replace", 2): "bailing_hybrid",
+    (None, 3): "beam glm5_next_text",
+    ("first_k_dense_replace", 3): "deepseek_v32 glm_moe_dsa",
+    (None, 1): "ernie4_5_vl_moe_text glm4_moe_lite hy_v3 hy_v4 laguna mimo_v2_flash",
+    ("first_k_dense_replace", 1): "exaone_moe kimi_linear mistral_large4_text unlimited_ocr_text",
 }
-for _class, _dense in _FIRST_DENSE.items():
-    _rule = listed("mlp_layer_types", _dense_first(*_dense))
-    RULES.setdefault(_class, {})["mlp_layer_types"] = _rule
+for _dense, _classes in _FIRST_DENSE.items():
+    for _class in _classes.split():
+        _rule = listed("mlp_layer_types", _dense_first(*_dense))
+        RULES.setdefault(_class, {})["mlp_layer_types"] = _rule
 
 #: Lists that these classes derive and that only a stored one is taken from here: transformers
 #: writes it into each config that it saves.
 _STORED = {
-    "indexer_types": ("glm5_next_text", "glm_moe_dsa", "hy_v4"),
-    "layer_rope_theta": ("muse_glimmer_text", "muse_spark_text"),
+    "indexer_types": "glm5_next_text glm_moe_dsa hy_v4",
+    "layer_rope_theta": "muse_glimmer_text muse_spark_text",
     "layer_types": (
-        *("bailing_hybrid", "beam", "cohere2_moe", "deepseek_v4", "diffusion_gemma_text"),
-        *("dots3_note_text", "embedding_gemma2_text", "flint", "gemma4_unified_text"),
-        *("glm5_next_text", "inkling2_text", "inkling_text", "kimi_linear", "kolibri1", "lfm3"),
-        *("mimo_v2_flash", "minimax_m3_vl_text", "muse_glimmer_text", "muse_spark_text", "neomme"),
-        *("qwen4_exp_text", "step3p5", "t5gemma2_decoder", "t5gemma2_text", "ultrabert"),
+        "bailing_hybrid beam cohere2_moe deepseek_v4 diffusion_gemma_text dots3_note_text "
+        "embedding_gemma2_text flint gemma4_unified_text glm5_next_text inkling2_text "
+        "inkling_text kimi_linear kolibri1 lfm3 mimo_v2_flash minimax_m3_vl_text "
+        "muse_glimmer_text muse_spark_text neomme qwen4_exp_text step3p5 t5gemma2_decoder "
+        "t5gemma2_text ultrabert"
     ),
     "mlp_layer_types": (
-        *("axk1", "axk2", "cohere2_moe", "deepseek_v4", "dots3_note_text", "inkling_text"),
-        *("minimax_m3_vl_text", "step3p5"),
+        "axk1 axk2 cohere2_moe deepseek_v4 dots3_note_text inkling_text minimax_m3_vl_text step3p5"
     ),
 }
 for _key, _classes in _STORED.items():
-    for _class in _classes:
+    for _class in _classes.split():
         RULES.setdefault(_class, {})[_key] = listed(_key, lambda config, n: None)
 RULES["flint"]["experts"] = _sparse((0, 1))
 RULES["gemma4_unified_text"]["layers"] = _all_in_place(_has_tables)
@@ -437,49 +419,35 @@ NUMBERED_KEYS = (
 )
 #: Keys by which code that is not known here may choose what a layer is, with the values that choose
 #: nothing.
-CHOOSING_KEYS: dict[str, tuple[Any, ...]] = {
-    "attn_layer_offset": (),
-    "attn_layer_period": (0, 1),
-    "block_types": (),
-    "cross_attention_frequency": (0,),
-    "cross_attention_layers": ([],),
-    "cross_layer_interval": (0,),
-    "decoder_sparse_step": (0, 1),
-    "deepstack_layer_map": ([], {}),
-    "deepstack_visual_indexes": ([],),
-    "expert_layer_offset": (),
-    "expert_layer_period": (0, 1),
-    "first_k_dense_replace": (0,),
-    "full_attention_interval": (0, 1),
-    "fullatt_block_indexes": ([],),
-    "global_attn_every_n_layers": (0, 1),
-    "global_attn_indexes": ([],),
-    "index_topk_freq": (0, 1),
-    "index_topk_pattern": (),
-    "interleave_moe_layer_step": (0, 1),
-    "kv_source_layers": (),
-    "layer_group_size": (0, 1),
-    "linear_attn_config": (),
-    "max_window_layers": (),
-    "moe_every_n_layers": (0, 1),
-    "moe_layer_freq": (0, 1),
-    "moe_layer_interval": (0, 1),
-    "moe_layer_num_skipped": (0,),
-    "moe_layer_start_index": (0,),
-    "moe_layers_enum": (),
-    "n_dense_layers": (0,),
-    "no_rope_layer_interval": (0,),
-    "num_dense_layers": (0,),
-    "num_hash_layers": (0,),
-    "num_kv_shared_layers": (0,),
-    "ple_layer_ids": ([],),
-    "rope_scaling_layers": (),
-    "scale_attn_by_inverse_layer_idx": (False,),
-    "sliding_window_pattern": (0, 1),
-    "use_cla": (False,),
-    "window_block_indexes": ([],),
-    "window_block_indices": ([],),
-}
+_CHOOSING: tuple[tuple[tuple[Any, ...], str], ...] = (
+    (
+        (),
+        "attn_layer_offset block_types expert_layer_offset index_topk_pattern "
+        "kv_source_layers linear_attn_config max_window_layers moe_layers_enum "
+        "rope_scaling_layers",
+    ),
+    (
+        (0, 1),
+        "attn_layer_period decoder_sparse_step expert_layer_period "
+        "full_attention_interval global_attn_every_n_layers index_topk_freq "
+        "interleave_moe_layer_step layer_group_size moe_every_n_layers moe_layer_freq "
+        "moe_layer_interval sliding_window_pattern",
+    ),
+    (
+        (0,),
+        "cross_attention_frequency cross_layer_interval first_k_dense_replace "
+        "moe_layer_num_skipped moe_layer_start_index n_dense_layers "
+        "no_rope_layer_interval num_dense_layers num_hash_layers num_kv_shared_layers",
+    ),
+    (
+        ([],),
+        "cross_attention_layers deepstack_visual_indexes fullatt_block_indexes "
+        "global_attn_indexes ple_layer_ids window_block_indexes window_block_indices",
+    ),
+    (([], {}), "deepstack_layer_map"),
+    ((False,), "scale_attn_by_inverse_layer_idx use_cla"),
+)
+CHOOSING_KEYS = dict(sorted((key, values) for values, keys in _CHOOSING for key in keys.split()))
 
 
 def rules_of(model_type: object) -> Mapping[str, Rule] | None:

@@ -206,7 +206,7 @@ def _request(parsed: ParsedRecipe, request: Request, leave_out: Collection[str])
 
 
 @dataclass(frozen=True)
-class _Fitted:
+class _Fit:
     """Models whose rows follow the output's vocabulary, and what stands beside the result."""
 
     models: tuple[Model, ...]
@@ -217,7 +217,7 @@ class _Fitted:
 
 def _fit(
     warehouse: Warehouse, parsed: ParsedRecipe, recipe: Recipe, models: Sequence[Model]
-) -> _Fitted:
+) -> _Fit:
     """Give the models the rows of the output's vocabulary. Raises what does not fit together."""
     problems: list[MergePipeError] = []
     warnings: tuple[str, ...] = ()
@@ -247,7 +247,7 @@ def _fit(
         problems.append(error)
     if problems:
         raise several(problems, parsed)
-    return _Fitted(tuple(models), side, tokenizer, (*warnings, *cropped))
+    return _Fit(tuple(models), side, tokenizer, (*warnings, *cropped))
 
 
 def _as_asked(recipe: Recipe, budget: str | None, strategy: str | None) -> Recipe:

@@ -76,7 +76,7 @@ class Mirror:
     ) -> bool:
         """Write an object's bytes to a file; False if it is not there. Raises CorruptionError."""
         key, nbytes = object_key(stored.sha256), stored.nbytes
-        return self.bucket.download(key, path, stored.sha256, advance, nbytes=nbytes)
+        return self.bucket.download(key, path, stored.sha256, nbytes, advance)
 
     def publish(
         self,

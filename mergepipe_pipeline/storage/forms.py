@@ -81,11 +81,7 @@ def read_form(
     """
     if len(data) > MAX_NBYTES:
         raise _other(what, where, f"{len(data)} bytes, more than {MAX_NBYTES}", next_step)
-    value = unseal(data, where)
-    try:
-        parse_json(data)
-    except ValueError as error:
-        raise _other(what, where, str(error)[:200], next_step) from error
+    value = unseal(data, where, parse_json)
     return check_form(form, value, where, what, next_step), value
 
 

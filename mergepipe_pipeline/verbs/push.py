@@ -13,7 +13,7 @@ from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.quality.measure import evaluations_of
 from mergepipe_pipeline.remote.address import BUCKETS, HUB, Address, parse_address
 from mergepipe_pipeline.remote.bucket import Bucket
-from mergepipe_pipeline.remote.push import OutgoingFile, Pushed, push_to_bucket, push_to_hub
+from mergepipe_pipeline.remote.push import OutgoingFile, PushResult, push_to_bucket, push_to_hub
 from mergepipe_pipeline.snapshots.commit import verify_with_progress
 from mergepipe_pipeline.snapshots.export import FIRST_OPENED, files_named, outgoing_files
 from mergepipe_pipeline.snapshots.find import load_snapshot, manifest_of
@@ -31,7 +31,7 @@ def push(
     replace: bool = False,
     dry_run: bool = False,
     progress: Progress | None = None,
-) -> Pushed:
+) -> PushResult:
     """Put the model folder of a snapshot at an address, after checking every byte of it.
 
     Args:
@@ -72,7 +72,7 @@ def _sent(
     public: bool,
     replace: bool,
     dry_run: bool,
-) -> Pushed:
+) -> PushResult:
     total = 0 if dry_run else sum(f.nbytes for f in files)
     with progress.task(f"push {snapshot.snapshot_id[:12]}", total) as advance:
         if address.scheme in BUCKETS:

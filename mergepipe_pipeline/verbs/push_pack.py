@@ -39,7 +39,7 @@ from mergepipe_pipeline.packs.store import Pack
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.remote.address import BUCKETS, Address
 from mergepipe_pipeline.remote.bucket import Bucket
-from mergepipe_pipeline.remote.push import OutgoingFile, Pushed, push_to_bucket, push_to_hub
+from mergepipe_pipeline.remote.push import OutgoingFile, PushResult, push_to_bucket, push_to_hub
 from mergepipe_pipeline.resolution.locate import Places, locate_registered
 from mergepipe_pipeline.resolution.open_models import open_pair
 from mergepipe_pipeline.snapshots.leases import Need
@@ -58,7 +58,7 @@ def push_pack(
     replace: bool = False,
     dry_run: bool = False,
     progress: Progress | None = None,
-) -> Pushed:
+) -> PushResult:
     """Put the pack of a registered expert, and what else gives it back, below `to`/packs.
 
     The options are those of `push`. Raises MergePipeError for an expert without an exact pack,
