@@ -99,17 +99,8 @@ class RecipeError(MergePipeError):
 
     exit_code = 11
 
-    def __init__(
-        self,
-        what: str,
-        *,
-        problems: tuple[str, ...] = (),
-        where: str | None = None,
-        expected: str | None = None,
-        found: str | None = None,
-        next_step: str | None = None,
-    ) -> None:
-        super().__init__(what, where=where, expected=expected, found=found, next_step=next_step)
+    def __init__(self, what: str, *, problems: tuple[str, ...] = (), **parts: str | None) -> None:
+        super().__init__(what, **parts)
         self.problems = problems
 
     def __str__(self) -> str:

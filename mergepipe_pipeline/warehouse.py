@@ -34,11 +34,64 @@ BUCKET = "MERGEPIPE_BUCKET"
 DEFAULT = "warehouse"
 
 
+class _Place:
+    """A path of a warehouse, by its parts below the root."""
+
+    def __init__(self, *parts: str) -> None:
+        self._parts = parts
+
+    def __get__(self, warehouse: Warehouse, owner: type[Warehouse]) -> Path:
+        return warehouse.root.joinpath(*self._parts)
+
+
 @dataclass(frozen=True)
 class Warehouse:
     """One folder that holds everything: catalog, plans, objects, snapshots, refs."""
 
     root: Path
+
+    #: What became of each folder of the inbox.
+    arrivals = _Place("arrivals")
+    #: Recipe files that run by themselves.
+    recipes = _Place("recipes")
+    #: Search files that run by themselves.
+    searches = _Place("searches")
+    #: Parquet facts.
+    catalog_dir = _Place("catalog")
+    #: Which contents of experts are kept out of merges, a chain of decisions per name.
+    quarantined_dir = _Place("catalog", "quarantined")
+    #: What each search asked for, proposed and found, a folder for each.
+    search_ledgers = _Place("catalog", "searches")
+    #: Embedding rows made for tokens that a model lacks.
+    token_rows = _Place("catalog", "token_rows")
+    #: Packs by id.
+    packs_dir = _Place("packs")
+    #: Files beside packs that give experts' files back, by checkpoint id.
+    offline_dir = _Place("offline")
+    #: Plans by id.
+    plans = _Place("plans")
+    #: What each standing recipe planned and released last.
+    releases = _Place("releases")
+    #: Merged layers by content.
+    objects_dir = _Place("objects")
+    #: Layer key to object.
+    actions_dir = _Place("actions")
+    #: Committed snapshots by id.
+    snapshots = _Place("snapshots")
+    #: What was measured of snapshots, a folder for each.
+    evaluations = _Place("evaluations")
+    #: Version chains of published names.
+    refs_dir = _Place("refs")
+    #: Work in progress; never read by anyone else.
+    staging = _Place("staging")
+    #: What living processes need.
+    leases_dir = _Place("leases")
+    #: Which snapshots are results that somebody asked for, and which are stages of others.
+    stages = _Place("stages")
+    #: What `repair` set aside, and snapshots that were damaged and made anew; by time.
+    aside = _Place("set_aside")
+    #: Dagster's own storage, if it is kept beside the data.
+    dagster_home = _Place("dagster")
 
     @staticmethod
     def at(root: str | Path | None = None) -> Warehouse:
@@ -174,72 +227,17 @@ class Warehouse:
         """Where experts land, one folder each."""
         return self.roots.places["inbox"].path
 
-    @property
-    def arrivals(self) -> Path:
-        """What became of each folder of the inbox."""
-        return self.root / "arrivals"
-
     def arrival_path(self, name: str) -> Path:
         """Record of what became of one folder of the inbox."""
         return self.arrivals / f"{name}.json"
-
-    @property
-    def recipes(self) -> Path:
-        """Recipe files that run by themselves."""
-        return self.root / "recipes"
 
     def recipe_path(self, name: str) -> Path:
         """The file of one standing recipe."""
         return self.recipes / f"{name}.yml"
 
-    @property
-    def searches(self) -> Path:
-        """Search files that run by themselves."""
-        return self.root / "searches"
-
-    @property
-    def catalog_dir(self) -> Path:
-        """Parquet facts."""
-        return self.root / "catalog"
-
-    @property
-    def quarantined_dir(self) -> Path:
-        """Which contents of experts are kept out of merges, a chain of decisions per name."""
-        return self.catalog_dir / "quarantined"
-
-    @property
-    def search_ledgers(self) -> Path:
-        """What each search asked for, proposed and found, a folder for each."""
-        return self.catalog_dir / "searches"
-
-    @property
-    def token_rows(self) -> Path:
-        """Embedding rows made for tokens that a model lacks."""
-        return self.catalog_dir / "token_rows"
-
-    @property
-    def packs_dir(self) -> Path:
-        """Packs by id."""
-        return self.root / "packs"
-
-    @property
-    def offline_dir(self) -> Path:
-        """Files beside packs that give experts' files back, by checkpoint id."""
-        return self.root / "offline"
-
-    @property
-    def plans(self) -> Path:
-        """Plans by id."""
-        return self.root / "plans"
-
     def plan_path(self, plan_id: str) -> Path:
         """The file of one plan."""
         return self.plans / f"{plan_id}.json"
-
-    @property
-    def releases(self) -> Path:
-        """What each standing recipe planned and released last."""
-        return self.root / "releases"
 
     def current_plan_path(self, recipe: str) -> Path:
         """Pointer to the plan a standing recipe works on."""
@@ -273,59 +271,14 @@ class Warehouse:
         """Record of the last audit of a standing recipe's snapshot."""
         return self.releases / f"{recipe}.audited.json"
 
-    @property
-    def objects_dir(self) -> Path:
-        """Merged layers by content."""
-        return self.root / "objects"
-
-    @property
-    def actions_dir(self) -> Path:
-        """Layer key to object."""
-        return self.root / "actions"
-
-    @property
-    def snapshots(self) -> Path:
-        """Committed snapshots by id."""
-        return self.root / "snapshots"
-
-    @property
-    def evaluations(self) -> Path:
-        """What was measured of snapshots, a folder for each."""
-        return self.root / "evaluations"
-
     def evaluation_path(self, snapshot_id: str, evaluator_id: str) -> Path:
         """Record of what one evaluator measured of a snapshot; its log lies beside it."""
         return self.evaluations / snapshot_id / f"{evaluator_id}.json"
 
-    @property
-    def refs_dir(self) -> Path:
-        """Version chains of published names."""
-        return self.root / "refs"
-
-    @property
-    def staging(self) -> Path:
-        """Work in progress; never read by anyone else."""
-        return self.root / "staging"
-
-    @property
-    def leases_dir(self) -> Path:
-        """What living processes need."""
-        return self.root / "leases"
-
-    @property
-    def stages(self) -> Path:
-        """Which snapshots are results that somebody asked for, and which are stages of others."""
-        return self.root / "stages"
-
-    @property
-    def quarantine(self) -> Path:
-        """What `repair` took away, and snapshots that were damaged and made anew; by time."""
-        return self.root / "quarantine"
-
-    def new_quarantine(self) -> Path:
+    def new_aside(self) -> Path:
         """A new folder for what is set aside now; it does not exist yet."""
         name = f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:8]}"
-        return self.quarantine / name
+        return self.aside / name
 
     def verified_path(self, label: str) -> Path:
         """The intact files of a verification that was interrupted."""
@@ -347,8 +300,3 @@ class Warehouse:
             self.evaluations,
         ):
             yield from sorted(folder.rglob(".*.tmp"))
-
-    @property
-    def dagster_home(self) -> Path:
-        """Dagster's own storage, if it is kept beside the data."""
-        return self.root / "dagster"

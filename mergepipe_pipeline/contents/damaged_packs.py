@@ -44,7 +44,7 @@ def refuse_damaged(warehouse: Warehouse, packs: Mapping[str, Iterable[str]]) -> 
     names = list(dict.fromkeys(name for name, _ in damaged))
     if len(names) > 1:
         first.what = f"The packs of {' and '.join(names)} are damaged, and were set aside"
-        first.next_step = _again(names, str(warehouse.quarantine))
+        first.next_step = _again(names, str(warehouse.aside))
     raise first
 
 
@@ -68,7 +68,7 @@ def set_aside(
     Raises CorruptionError for a pack that stands for its expert, which stays.
     """
     _refuse_irreplaceable(warehouse, error)
-    path, folder = warehouse.packs.path(error.pack_id), warehouse.new_quarantine()
+    path, folder = warehouse.packs.path(error.pack_id), warehouse.new_aside()
     with suppress(FileNotFoundError):  # another merge was here first
         rename(path, folder / path.relative_to(warehouse.root))
     is_other = isinstance(error, PackVersionError)

@@ -61,14 +61,14 @@ class OperatorSchema:
 
     name: str
     parameters: tuple[Parameter, ...]
-    space: Space
-    base: BaseUse
-    experts: tuple[int, int | None]
-    fact: Fact
-    scope: Scope
-    response: Response
     formula: str
     reference: str
+    space: Space = "delta"
+    base: BaseUse = "required"
+    experts: tuple[int, int | None] = (1, None)
+    fact: Fact = "none"
+    scope: Scope = "element"
+    response: Response = "additive"
     takes_approximations: bool = True
 
     @property

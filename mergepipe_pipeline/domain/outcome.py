@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 
@@ -20,18 +20,22 @@ class StoredObject:
     non_finite: tuple[tuple[str, int], ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class LayerOutcome:
-    """One layer after `run_layers`: reused from the action cache, or what it cost."""
+    """One layer: reused from the action cache, or what it cost to run, in bytes and seconds.
+
+    Of the workers' time, added up over threads, `read_s` went to reading and `arithmetic_s` is the
+    rest; `write_s` is what one thread spent on hashing and writing.
+    """
 
     name: str
     layer_key: str
     stored: StoredObject
-    reused: bool
-    expert_bytes_read: int
-    base_bytes_read: int
-    wall_s: float
-    bytes_written: int
+    reused: bool = False
+    expert_bytes_read: int = 0
+    base_bytes_read: int = 0
+    wall_s: float = 0.0
+    bytes_written: int = 0
     read_s: float = 0.0
     arithmetic_s: float = 0.0
     write_s: float = 0.0
@@ -80,18 +84,8 @@ class Realised:
     @staticmethod
     def total(costs: Iterable[Realised]) -> Realised:
         """The sum of costs."""
-        rows = list(costs)
-        return Realised(
-            sum(c.expert_bytes_read for c in rows),
-            sum(c.base_bytes_read for c in rows),
-            sum(c.bytes_written for c in rows),
-            sum(c.layers_executed for c in rows),
-            sum(c.layers_reused for c in rows),
-            round(sum(c.layers_s for c in rows), 3),
-            round(sum(c.read_s for c in rows), 3),
-            round(sum(c.arithmetic_s for c in rows), 3),
-            round(sum(c.write_s for c in rows), 3),
-        )
+        rows = map(astuple, (Realised(0, 0, 0, 0, 0, 0.0), *costs))
+        return Realised(*(round(sum(column), 3) for column in zip(*rows, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)

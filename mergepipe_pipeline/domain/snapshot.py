@@ -84,24 +84,8 @@ class Manifest:
         return self.manifest_hash[:32]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON material; `from_json` gives an equal manifest back."""
+        """Plain JSON material."""
         return asdict(self)
-
-    @staticmethod
-    def from_json(value: dict[str, Any]) -> Manifest:
-        """The manifest stored by `to_json`."""
-        return Manifest(
-            **{
-                **value,
-                "inputs": tuple(LineageEntry(**v) for v in value["inputs"]),
-                "operators": tuple((name, variant, n) for name, variant, n in value["operators"]),
-                "shards": tuple(
-                    ShardEntry(**{**v, "tensors": tuple(tuple(t) for t in v["tensors"])})
-                    for v in value["shards"]
-                ),
-                "side_files": tuple(SideFile(**v) for v in value["side_files"]),
-            },
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from mergepipe_pipeline.checkpoints.stored import count_non_finite
 from mergepipe_pipeline.checkpoints.writer import ShardWriter
 from mergepipe_pipeline.concurrency.threads import READING, single_threaded_torch
 from mergepipe_pipeline.concurrency.workers import FreeList, Workers, lookahead
+from mergepipe_pipeline.domain.outcome import LayerOutcome, StoredObject
 from mergepipe_pipeline.domain.plan import LayerTask, MergePlan, TensorTask
 from mergepipe_pipeline.domain.segments import KnownSegments
 from mergepipe_pipeline.dtypes import itemsize
@@ -37,28 +38,6 @@ from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.progress import Advance
 from mergepipe_pipeline.storage.page_buffer import PageBuffer
 from mergepipe_pipeline.storage.source import ANNOUNCED
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerResult:
-    """What running a layer gave: the object's digest and size in bytes, and the bytes it cost.
-
-    `tensors` are (name, SHA-256 of the file up to the end of that tensor) in file order. Of the
-    workers' time, added up over threads, `read_s` went to reading and `arithmetic_s` is the rest;
-    `write_s` is what this thread spent on hashing and writing. `non_finite` are names of tensors
-    with NaN, infinity or, in F8_E4M3, values cut off at its end, and how many elements.
-    """
-
-    sha256: str
-    nbytes: int
-    tensors: tuple[tuple[str, str], ...]
-    expert_bytes_read: int
-    base_bytes_read: int
-    wall_s: float
-    read_s: float
-    arithmetic_s: float
-    write_s: float
-    non_finite: tuple[tuple[str, int], ...]
 
 
 class LayerRunner:
@@ -98,17 +77,17 @@ class LayerRunner:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def run(self, layer: LayerTask, path: Path, advance: Advance | None = None) -> LayerResult:
+    def run(self, layer: LayerTask, path: Path, advance: Advance | None = None) -> LayerOutcome:
         """As `run_all`, one layer."""
         (result,) = self.run_all([(layer, path)], advance)
         return result
 
     def run_all(
         self, layers: Sequence[tuple[LayerTask, Path]], advance: Advance | None = None
-    ) -> Generator[LayerResult]:
+    ) -> Generator[LayerOutcome]:
         """Write merged layers, each to its path (a new file in staging), and say what each cost.
 
-        A layer's result comes when its file is complete; the next one is being worked on then.
+        A layer's outcome comes when its file is complete; the next one is being worked on then.
         `advance` gets the number of output bytes that each finished window wrote.
         Raises CheckpointChangedError if an input changed meanwhile, StorageFullError on a full
         disk, CorruptionError if the bytes read are not the bytes planned, or not those analysed.
@@ -120,7 +99,7 @@ class LayerRunner:
 
     def _written(
         self, layer: LayerTask, path: Path, merged: Iterator[_Done], advance: Advance | None
-    ) -> LayerResult:
+    ) -> LayerOutcome:
         """Write a layer from its windows, the next of `merged`."""
         started = time.monotonic()
         read, took_s, write_s = Read(), 0.0, 0.0
@@ -152,17 +131,18 @@ class LayerRunner:
                 found=str(read.expert_nbytes),
                 next_step="this is a defect of mergepipe: please report it with the plan",
             )
-        return LayerResult(
-            sha256=sha256,
-            nbytes=nbytes,
-            tensors=prefixes,
+        stored = StoredObject(sha256, nbytes, prefixes, tuple(sorted(non_finite.items())))
+        return LayerOutcome(
+            layer.name,
+            layer.layer_key,
+            stored,
             expert_bytes_read=read.expert_nbytes,
             base_bytes_read=read.base_nbytes,
             wall_s=time.monotonic() - started,
+            bytes_written=nbytes,
             read_s=read.read_s,
             arithmetic_s=max(0.0, took_s - read.read_s),
             write_s=write_s,
-            non_finite=tuple(sorted(non_finite.items())),
         )
 
     def _windows(self, layers: Sequence[LayerTask]) -> Iterator[Window[Any]]:

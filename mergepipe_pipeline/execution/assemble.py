@@ -158,7 +158,7 @@ def commit(
 
     `realised` and `times` go to the provenance; `is_stage` as in `merge`. For a new snapshot the
     bytes of all layers are read but of those that were `made` just now, by name; of one that is
-    there all bytes are read, and if it is damaged, it is made anew and goes to quarantine. What was
+    there all bytes are read, and if it is damaged, it is made anew and set aside. What was
     read and found right comes with the snapshot. Raises NotFoundError naming the first layer that
     is not merged yet, and DamagedLayerError for layers that are set aside, to be merged again.
     """
@@ -192,7 +192,7 @@ def commit(
         began_ns = time.time_ns()  # a file counts as touched when it is linked
         reused = [pair for pair in merged if pair[0].name not in made]
         _refuse_damaged(warehouse, reused)
-        snapshot = commit_snapshot(staged, warehouse.snapshots, warehouse.new_quarantine)
+        snapshot = commit_snapshot(staged, warehouse.snapshots, warehouse.new_aside)
         marks.mark(snapshot.snapshot_id, is_stage=is_stage, is_new=is_new)
         return snapshot, Checked(frozenset(stored.sha256 for _, stored in reused), began_ns)
 
@@ -233,7 +233,7 @@ def _refuse_damaged(warehouse: Warehouse, reused: Sequence[tuple[LayerTask, Stor
         intact = list(workers.map(store.is_intact, (stored for _, stored in reused)))
     damaged = [pair for pair, good in zip(reused, intact, strict=True) if not good]
     if damaged:
-        aside = warehouse.new_quarantine()
+        aside = warehouse.new_aside()
         for layer, stored in damaged:
             store.set_aside(layer.action_key, stored, aside)
         layer, stored = damaged[0]

@@ -47,15 +47,8 @@ def store_working_plan(warehouse: Warehouse, recipe: str, plan: MergePlan) -> st
     return sha256
 
 
-def load_working_plan(
-    warehouse: Warehouse, recipe: str, plan_id: str, sha256: str | None
-) -> MergePlan:
-    """The plan that a standing recipe works on; by its id alone where no SHA-256 was recorded.
-
-    Raises NotFoundError, CorruptionError.
-    """
-    if sha256 is None:
-        return load_plan(warehouse, plan_id)
+def load_working_plan(warehouse: Warehouse, recipe: str, plan_id: str, sha256: str) -> MergePlan:
+    """The plan that a standing recipe works on. Raises CorruptionError."""
     path = warehouse.working_plan_path(recipe, sha256)
     refuse_other_plan(path, sha256)
     plan = _read(path, lambda _, value: checked_plan(plan_id, value))

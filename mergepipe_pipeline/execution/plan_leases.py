@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
-from mergepipe_pipeline.digest import seal
 from mergepipe_pipeline.domain.plan import LayerTask, MergePlan
 from mergepipe_pipeline.errors import BusyError, MergePipeError, StorageFullError
 from mergepipe_pipeline.snapshots.leases import Need
@@ -25,6 +24,10 @@ from mergepipe_pipeline.storage.locks import claimed, is_held, this_process
 from mergepipe_pipeline.text import size
 from mergepipe_pipeline.warehouse import Warehouse
 
+_FREE_SPACE = (
+    "free space and run the same command again; `mergepipe gc --older-than 0` removes what no "
+    "snapshot needs"
+)
 _until_exit = ExitStack()
 atexit.register(_until_exit.close)
 
@@ -55,8 +58,8 @@ def need_of(warehouse: Warehouse, plan: MergePlan) -> Need:
 
 def lease_run(warehouse: Warehouse, run_id: str) -> AbstractContextManager[None]:
     """Say until the context ends that the process of this run lives. It keeps nothing else."""
-    nothing: dict[str, list[str]] = {"layer_keys": [], "plan_ids": [], "snapshot_ids": []}
-    return locked_file(warehouse.leases_dir / f"run-{run_id}-{_process()}.json", seal(nothing))
+    path = warehouse.leases_dir / f"run-{run_id}-{_process()}.json"
+    return locked_file(path, Need().sealed())
 
 
 def run_lives(warehouse: Warehouse, run_id: str) -> bool | None:
@@ -80,11 +83,10 @@ def lease_layers(warehouse: Warehouse, layers: Iterable[LayerTask]) -> Iterator[
     Waits while another process merges one of them; what that has finished is known then, even if it
     was killed. All take their turns in one order, so that no two wait for each other.
     """
-    nothing: dict[str, list[str]] = {"layer_keys": [], "plan_ids": [], "snapshot_ids": []}
     with ExitStack() as stack:
         for layer in sorted(layers, key=lambda x: x.action_key):
             path = warehouse.leases_dir / f"layer-{layer.action_key}.json"
-            stack.enter_context(turn(path, seal({**nothing, "layer_keys": [layer.layer_key]})))
+            stack.enter_context(turn(path, Need(frozenset([layer.layer_key])).sealed()))
         yield
 
 
@@ -144,15 +146,15 @@ def scratch(warehouse: Warehouse, keep: Path | None, nbytes: int) -> Iterator[Wa
     if keep is not None:
         _refuse(warehouse, keep)
         kept_warehouse = Warehouse.at(keep).ensure()
-        _refuse_full_disk(kept_warehouse.root, nbytes, "free space, or choose another --keep")
+        refuse_full_disk(kept_warehouse.root, nbytes, "free space, or choose another --keep")
         yield kept_warehouse
     elif _may_write(warehouse):
         with staging(warehouse, "replay") as folder:
-            _refuse_full_disk(folder, nbytes, "free space, or say with --keep where there is room")
+            refuse_full_disk(folder, nbytes, "free space, or say with --keep where there is room")
             yield Warehouse.at(folder).ensure()
     else:
         with _temporary() as folder:
-            _refuse_full_disk(
+            refuse_full_disk(
                 folder,
                 nbytes,
                 "the warehouse cannot be written, so set TMPDIR to a folder with room, or say with "
@@ -201,13 +203,14 @@ def _refuse(warehouse: Warehouse, keep: Path) -> None:
         )
 
 
-def _refuse_full_disk(folder: Path, nbytes: int, next_step: str) -> None:
+def refuse_full_disk(folder: Path, nbytes: int, next_step: str = _FREE_SPACE) -> None:
+    """Raise StorageFullError if a result of so many bytes has no room, before any is written."""
     free = shutil.disk_usage(folder).free
     if nbytes > free:
         raise StorageFullError(
-            "There is no room for a replay",
+            "The disk has no room for the result",
             where=str(folder),
-            expected=f"{size(nbytes)} free, as much as the result that is made again",
+            expected=f"{size(nbytes)} free",
             found=size(free),
             next_step=next_step,
         )

@@ -8,9 +8,8 @@ before is found again by key.
 from __future__ import annotations
 
 import logging
-import shutil
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -30,20 +29,18 @@ from mergepipe_pipeline.errors import (
     DamagedLayerError,
     DamagedPackError,
     RemoteError,
-    StorageFullError,
 )
 from mergepipe_pipeline.execution.assemble import commit
 from mergepipe_pipeline.execution.egress import downloads_shown, traffic, traffic_since
-from mergepipe_pipeline.execution.plan_leases import lease
+from mergepipe_pipeline.execution.plan_leases import lease, refuse_full_disk
 from mergepipe_pipeline.execution.plan_leases import staging as staging_of
 from mergepipe_pipeline.progress import Advance, Progress, Silent
 from mergepipe_pipeline.snapshots.commit import Checked
 from mergepipe_pipeline.snapshots.mirror import Mirror
-from mergepipe_pipeline.text import size
 from mergepipe_pipeline.warehouse import Warehouse
 
 if TYPE_CHECKING:
-    from mergepipe_pipeline.engine.execute import LayerResult, LayerRunner
+    from mergepipe_pipeline.engine.execute import LayerRunner
 
 
 _LOG = logging.getLogger("mergepipe")
@@ -214,129 +211,74 @@ def run_layers(
         reusable |= fetch_layers(warehouse, unknown, progress)
     unknown = [layer for layer in chosen if reusable[layer.name] is None]
     total = sum(task.out_nbytes for layer in unknown for task in layer.tasks)
-    refuse_full_disk(warehouse, total)
+    refuse_full_disk(warehouse.root, total)
     with (
         downloads_shown(progress, plan, unknown),
         progress.task(f"merge {plan.recipe_name}", total) as advance,
-        _LayerMerger(warehouse, plan, options or EngineOptions(), advance) as merger,
     ):
         try:
-            yield from merger.merge(chosen, reusable)
+            options = options or EngineOptions()
+            layers = [(layer, reusable[layer.name]) for layer in chosen]
+            yield from _merged(warehouse, plan, layers, options, advance)
         except DamagedPackError as error:
             set_aside(warehouse, experts_of(plan, error.pack_id), error)
             raise
 
 
-def refuse_full_disk(warehouse: Warehouse, nbytes: int) -> None:
-    """Raise StorageFullError if layers of so many bytes have no room, before one is written."""
-    free = shutil.disk_usage(warehouse.root).free
-    if nbytes > free:
-        raise StorageFullError(
-            "The disk has no room for the result",
-            where=str(warehouse.root),
-            expected=f"{size(nbytes)} free",
-            found=size(free),
-            next_step="free space and run the same command again; `mergepipe gc --older-than 0` "
-            "removes what no snapshot needs",
-        )
+def _merged(
+    warehouse: Warehouse,
+    plan: MergePlan,
+    layers: Sequence[tuple[LayerTask, StoredObject | None]],
+    options: EngineOptions,
+    advance: Advance,
+) -> Iterator[LayerOutcome]:
+    """Layers in order, from their objects or by the engine, each when it is durable.
 
-
-class _LayerMerger:
-    """Looks a layer up, or runs it and records it.
-
-    The engine starts if any layer needs it. Making a layer durable waits for the disk, so that
-    happens in a thread beside the next one's arithmetic.
+    If one fails, those before it are given first. Making a layer durable waits for the disk, so
+    that happens in a thread beside the next one's arithmetic.
     """
+    missing = tuple(layer for layer, stored in layers if stored is None)
 
-    def __init__(
-        self, warehouse: Warehouse, plan: MergePlan, options: EngineOptions, advance: Advance
-    ) -> None:
-        self._warehouse, self._plan, self._options, self._advance = (
-            warehouse,
-            plan,
-            options,
-            advance,
-        )
-        self._store = warehouse.objects
-        self._stack = ExitStack()
-        self._keeper = Workers(1, finish_all=True)
+    def keep(layer: LayerTask, path: Path, outcome: LayerOutcome) -> LayerOutcome:
+        warehouse.objects.adopt(path, outcome.stored)
+        warehouse.objects.record(layer.action_key, outcome.stored)
+        return outcome
 
-    def __enter__(self) -> _LayerMerger:
-        return self
+    def made() -> Generator[Callable[[], LayerOutcome]]:
+        runner, staging = _engine(warehouse, plan, missing, options, stack)
+        work = [(layer, staging / f"{layer.name}.safetensors") for layer in missing]
+        with closing(runner.run_all(work, advance)) as results:
+            for (layer, path), outcome in zip(work, results, strict=True):
+                yield partial(keep, layer, path, outcome)
 
-    def __exit__(self, *_: object) -> None:
-        self._keeper.close()  # before staging goes: what the engine has finished is kept
-        self._stack.close()
-
-    def merge(
-        self, layers: Sequence[LayerTask], reusable: Mapping[str, StoredObject | None]
-    ) -> Iterator[LayerOutcome]:
-        """Layers in order, `reusable` ones or by the engine, each when it is durable.
-
-        If one fails, those before it are given first.
-        """
-        outcomes: TaskQueue[LayerOutcome] = self._keeper.queue()
-        missing = [layer for layer in layers if reusable[layer.name] is None]
-        with closing(self._made(missing)) as made:
-            try:
-                for layer in layers:
-                    stored = reusable[layer.name]
-                    if stored is None:
-                        outcomes.put(next(made))
-                    else:
-                        outcomes.put_result(_reused(layer, stored))
-                    yield from outcomes.ready(_WAITING)
-            except Exception:
-                yield from outcomes.rest()
-                raise
+    # The keeper ends before staging goes: what the engine has finished is kept.
+    with ExitStack() as stack, Workers(1, finish_all=True) as keeper, closing(made()) as executed:
+        outcomes: TaskQueue[LayerOutcome] = keeper.queue()
+        try:
+            for layer, stored in layers:
+                if stored is None:
+                    outcomes.put(next(executed))
+                else:
+                    reused = LayerOutcome(layer.name, layer.layer_key, stored, reused=True)
+                    outcomes.put_result(reused)
+                yield from outcomes.ready(_WAITING)
+        except Exception:
             yield from outcomes.rest()
-
-    def _made(self, layers: Sequence[LayerTask]) -> Generator[Callable[[], LayerOutcome]]:
-        """Run layers in order; calling what comes for each makes it durable."""
-        if not layers:
-            return
-        runner, staging = self._engine(tuple(layers))
-        work = [(layer, staging / f"{layer.name}.safetensors") for layer in layers]
-        with closing(runner.run_all(work, self._advance)) as results:
-            for (layer, path), result in zip(work, results, strict=True):
-                yield partial(self._keep, layer, path, result)
-
-    def _keep(self, layer: LayerTask, path: Path, result: LayerResult) -> LayerOutcome:
-        stored = StoredObject(result.sha256, result.nbytes, result.tensors, result.non_finite)
-        self._store.adopt(path, stored)
-        self._store.record(layer.action_key, stored)
-        return LayerOutcome(
-            name=layer.name,
-            layer_key=layer.layer_key,
-            stored=stored,
-            reused=False,
-            expert_bytes_read=result.expert_bytes_read,
-            base_bytes_read=result.base_bytes_read,
-            wall_s=result.wall_s,
-            bytes_written=result.nbytes,
-            read_s=result.read_s,
-            arithmetic_s=result.arithmetic_s,
-            write_s=result.write_s,
-        )
-
-    def _engine(self, layers: tuple[LayerTask, ...]) -> tuple[LayerRunner, Path]:
-        from mergepipe_pipeline.engine.execute import LayerRunner
-
-        release_freed()
-        staging = self._stack.enter_context(staging_of(self._warehouse, "merge"))
-        inputs = plan_inputs(self._warehouse, self._plan, layers)
-        runner = LayerRunner(self._plan, self._options, inputs)
-        return self._stack.enter_context(runner), staging
+            raise
+        yield from outcomes.rest()
 
 
-def _reused(layer: LayerTask, stored: StoredObject) -> LayerOutcome:
-    return LayerOutcome(
-        name=layer.name,
-        layer_key=layer.layer_key,
-        stored=stored,
-        reused=True,
-        expert_bytes_read=0,
-        base_bytes_read=0,
-        wall_s=0.0,
-        bytes_written=0,
-    )
+def _engine(
+    warehouse: Warehouse,
+    plan: MergePlan,
+    layers: tuple[LayerTask, ...],
+    options: EngineOptions,
+    stack: ExitStack,
+) -> tuple[LayerRunner, Path]:
+    """The engine and a folder in staging for what it writes, until the stack ends."""
+    from mergepipe_pipeline.engine.execute import LayerRunner
+
+    release_freed()
+    staging = stack.enter_context(staging_of(warehouse, "merge"))
+    runner = LayerRunner(plan, options, plan_inputs(warehouse, plan, layers))
+    return stack.enter_context(runner), staging

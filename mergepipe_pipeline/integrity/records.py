@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,9 @@ from mergepipe_pipeline.catalog import formats
 from mergepipe_pipeline.catalog.seals import verify_sealed
 from mergepipe_pipeline.contents.places import read_place
 from mergepipe_pipeline.digest import unseal
+from mergepipe_pipeline.domain.outcome import StoredObject
 from mergepipe_pipeline.domain.plan import ENGINE_VERSION
-from mergepipe_pipeline.domain.snapshot import MANIFEST, PROVENANCE, ShardEntry, Snapshot
+from mergepipe_pipeline.domain.snapshot import MANIFEST, PROVENANCE, Snapshot
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundError
 from mergepipe_pipeline.execution.lookup import (
     load_plan,
@@ -32,7 +33,7 @@ from mergepipe_pipeline.integrity.auditor import UNREADABLE, Auditor
 from mergepipe_pipeline.quality.measure import read as read_evaluation
 from mergepipe_pipeline.quality.measure import records
 from mergepipe_pipeline.snapshots.find import files_below, load_snapshot
-from mergepipe_pipeline.snapshots.stores import Marks, layer_key_of
+from mergepipe_pipeline.snapshots.stores import Marks, layer_key_of, stored_of
 from mergepipe_pipeline.storage.chain import VersionChain, read_chains
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -51,23 +52,20 @@ def verify_structure(warehouse: Warehouse, audit: Auditor) -> None:
     _verify_chains(warehouse.refs_dir, {"snapshot_id", "reason"}, audit)
     decisions = {"content", "reason", "decided", "is_kept_out"}
     _verify_chains(warehouse.quarantined_dir, decisions, audit)
-    for path in _files(warehouse.plans, "*.json"):
-        audit.check("structure", path, partial(load_plan, warehouse, path.stem), is_derivable=True)
-    for path in _files(warehouse.actions_dir, "*.json"):
-        audit.check("structure", path, partial(_read_action, path), is_derivable=True)
-    for path in _files(warehouse.objects_dir, "*/*"):
-        audit.check("structure", path, partial(_check_object_name, path), is_derivable=True)
-    for path in working_plans(warehouse):
-        check = partial(refuse_other_plan, path, path.stem.rpartition(".")[2])
-        audit.check("structure", path, check, is_derivable=True)
+    derivable: list[tuple[Iterable[Path], Callable[[Path], object]]] = [
+        (_files(warehouse.plans, "*.json"), lambda path: load_plan(warehouse, path.stem)),
+        (_files(warehouse.actions_dir, "*.json"), _check_action),
+        (_files(warehouse.objects_dir, "*/*"), _check_object_name),
+        (working_plans(warehouse), lambda p: refuse_other_plan(p, p.stem.rpartition(".")[2])),
+        (_files(warehouse.stages, "*.json"), _unsealed),  # a stage without one stays as a result
+        (records(warehouse), read_evaluation),
+        (_files(warehouse.arrivals, "*.json"), _unsealed),  # without its record a folder is new
+    ]
+    for paths, check in derivable:
+        for path in paths:
+            audit.check("structure", path, partial(check, path), is_derivable=True)
     for path in _files(warehouse.releases, "*.json"):
         audit.check("structure", path, partial(_unsealed, path))
-    for path in _files(warehouse.stages, "*.json"):  # without its mark a stage is kept as a result
-        audit.check("structure", path, partial(_unsealed, path), is_derivable=True)
-    for path in records(warehouse):
-        audit.check("structure", path, partial(read_evaluation, path), is_derivable=True)
-    for path in _files(warehouse.arrivals, "*.json"):  # without its record a folder is new
-        audit.check("structure", path, partial(_unsealed, path), is_derivable=True)
     for path in _files(warehouse.search_ledgers, "*/*.json"):
         is_derivable = path.name != "search.json"
         act, remade = partial(_unsealed, path), "the search finds it, or another candidate, again"
@@ -104,22 +102,17 @@ def readable_snapshots(warehouse: Warehouse) -> Iterator[Snapshot]:
             yield load_snapshot(warehouse.snapshots, folder.name)
 
 
-def action_of(path: Path) -> ShardEntry | None:
-    """What an action file tells, as a shard without a name; None for a damaged one."""
-    try:
-        return _read_action(path)
-    except (MergePipeError, *UNREADABLE):
-        return None
+def action_of(path: Path) -> StoredObject | None:
+    """What an action file tells; None for a damaged one."""
+    with suppress(*UNREADABLE):
+        return stored_of(path.read_bytes(), path.stem, str(path))
+    return None
 
 
-def _read_action(path: Path) -> ShardEntry:
+def _check_action(path: Path) -> None:
     value = _unsealed(path)
-    if value["action_key"] != path.stem or not _SHA256.fullmatch(value["object"]):
-        raise _misnamed(path, f"action_key {path.stem}", str(value["action_key"]))
-    tensors = tuple((str(tensor), str(digest)) for tensor, digest in value["tensors"])
-    return ShardEntry(
-        "", "", layer_key_of(path.stem), value["object"], int(value["nbytes"]), tensors
-    )
+    if stored_of(path.read_bytes(), path.stem, str(path)) is None:
+        raise _misnamed(path, f"action_key {path.stem}", str(value.get("action_key")))
 
 
 def _files(folder: Path, pattern: str) -> list[Path]:

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
-from mergepipe_pipeline.digest import sha256_hex
+from mergepipe_pipeline.domain.outcome import StoredObject
 from mergepipe_pipeline.domain.snapshot import ShardEntry, Snapshot
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.integrity.auditor import Auditor
 from mergepipe_pipeline.integrity.records import action_of, readable_snapshots
 from mergepipe_pipeline.progress import Advance, Progress
-from mergepipe_pipeline.snapshots.commit import verify_shard
+from mergepipe_pipeline.snapshots.commit import check_side, verify_shard
 from mergepipe_pipeline.storage.hashing import file_sha256
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -47,7 +47,7 @@ def verify_digests(warehouse: Warehouse, audit: Auditor, progress: Progress) -> 
         for side in snapshot.manifest.side_files:
             path = Path(snapshot.path) / side.file
             if path.exists():
-                audit.check("digests", path, partial(_check_side, path, side.sha256))
+                audit.check("digests", path, partial(check_side, path, side.sha256))
     for path in warehouse.objects.all_actions():
         audit.check("digests", path, partial(_check_action, warehouse, path), is_derivable=True)
 
@@ -63,7 +63,7 @@ def _objects(warehouse: Warehouse) -> Iterator[_Work]:
         yield path, partial(_check_object, path, described.get(path.name)), True
 
 
-def _described(warehouse: Warehouse) -> Iterator[tuple[str, ShardEntry]]:
+def _described(warehouse: Warehouse) -> Iterator[tuple[str, ShardEntry | StoredObject]]:
     for path in warehouse.objects.all_actions():
         entry = action_of(path)
         if entry is not None:
@@ -72,7 +72,7 @@ def _described(warehouse: Warehouse) -> Iterator[tuple[str, ShardEntry]]:
         yield from ((shard.sha256, shard) for shard in snapshot.manifest.shards)
 
 
-def _check_object(path: Path, entry: ShardEntry | None, advance: Advance) -> None:
+def _check_object(path: Path, entry: ShardEntry | StoredObject | None, advance: Advance) -> None:
     digest = file_sha256(path, advance)
     if digest == path.name:
         return
@@ -138,18 +138,6 @@ def _report(snapshot: Snapshot, shard: ShardEntry, audit: Auditor) -> None:
         next_step="run `mergepipe repair`, then merge its recipe again: it is made anew",
     )
     audit.report("digests", path, error)
-
-
-def _check_side(path: Path, sha256: str) -> None:
-    digest = sha256_hex(path.read_bytes())
-    if digest != sha256:
-        raise CorruptionError(
-            "A file's bytes are not the bytes that were written",
-            where=str(path),
-            expected=f"sha256 {sha256[:16]}",
-            found=f"sha256 {digest[:16]}",
-            next_step="merge its recipe again: it is made anew, and layers are reused",
-        )
 
 
 def _check_action(warehouse: Warehouse, path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from mergepipe_pipeline.domain.checkpoint import TensorEntry
 from mergepipe_pipeline.domain.layers import (
@@ -31,6 +32,9 @@ Table = Mapping[str, TensorEntry | TensorView]
 Belongs = Callable[[str], bool]
 
 
+#: What may be particular: a model lacks a tensor that it needs; it has one that the output does
+#: not; it is the lead, and no other has it; it has no head, nor ties one, and counts as the base.
+Note = Literal["missing", "extra", "alone", "headless"]
 #: What keeps tensors that only another model than the base has.
 _KEEP = "make it the base model to keep them"
 
@@ -49,10 +53,7 @@ class Tables:
     depths: Sequence[int | None] = ()
     ties: Sequence[bool] = ()
     _by_layer: dict[int, dict[int | None, list[str]]] = field(default_factory=dict)
-    _missing: dict[int, dict[str, None]] = field(default_factory=dict)
-    _extra: dict[int, dict[str, None]] = field(default_factory=dict)
-    _alone: dict[int, dict[str, None]] = field(default_factory=dict)
-    _headless: dict[int, dict[str, None]] = field(default_factory=dict)
+    _noted: dict[Note, dict[int, dict[str, None]]] = field(default_factory=dict)
     _shapes: dict[int, list[str]] = field(default_factory=dict)
     _stacks: dict[tuple[int, Belongs], dict[str, int]] = field(default_factory=dict)
     _in_any_layer: dict[int, frozenset[str]] = field(default_factory=dict)
@@ -144,21 +145,9 @@ class Tables:
             self._in_any_layer[model] = kinds
         return with_layer_index(lacked, 0) in self._in_any_layer[model]
 
-    def note_missing(self, model: int, name: str) -> None:
-        """Remember that a model lacks a tensor it needs."""
-        self._missing.setdefault(model, {})[name] = None
-
-    def note_alone(self, model: int, name: str) -> None:
-        """Remember a tensor of the lead model that no other model has."""
-        self._alone.setdefault(model, {})[name] = None
-
-    def note_headless(self, model: int, name: str) -> None:
-        """Remember a head that a model has not, nor ties: it counts as the base there."""
-        self._headless.setdefault(model, {})[name] = None
-
-    def note_extra(self, model: int, name: str) -> None:
-        """Remember that a model has a tensor that the output does not."""
-        self._extra.setdefault(model, {})[name] = None
+    def note(self, what: Note, model: int, name: str) -> None:
+        """Remember what is particular about a tensor of a model."""
+        self._noted.setdefault(what, {}).setdefault(model, {})[name] = None
 
     def check_entry(
         self, model: int, tensor: str, like: TensorEntry | TensorView, owner: int
@@ -194,7 +183,7 @@ class Tables:
 
     def add_misfits(self, places: Mapping[int, KeyPath], problems: Problems) -> None:
         """Add one problem per model and kind of misfit; `places` are the models' key paths."""
-        for model, names in self._missing.items():
+        for model, names in self._noted.get("missing", {}).items():
             if model not in self._broken:
                 first = next(iter(names))
                 hint = (
@@ -225,17 +214,18 @@ class Tables:
         headless = [
             f"{self.refs[model].text!r} has no {' and no '.join(names)}, and by its config nothing "
             "of it stands for that: it counts as the base there"
-            for model, names in self._headless.items()
+            for model, names in self._noted.get("headless", {}).items()
             if model not in self._broken
         ]
+        particular: tuple[tuple[Note, str, str], ...] = (
+            ("extra", "the result has not", f"left out ({_KEEP})"),
+            ("alone", "no other model has", "copied"),
+        )
         return [*shallow, *headless] + [
             f"{self.refs[model].text!r} has {len(names)} tensors that {which}, "
             f"first {next(iter(names))}: they are {done}"
-            for noted, which, done in (
-                (self._extra, "the result has not", f"left out ({_KEEP})"),
-                (self._alone, "no other model has", "copied"),
-            )
-            for model, names in noted.items()
+            for what, which, done in particular
+            for model, names in self._noted.get(what, {}).items()
             if model not in self._broken
         ]
 

@@ -23,10 +23,13 @@ from mergepipe_pipeline.domain.layers import (
 )
 from mergepipe_pipeline.domain.operator import OperatorSchema
 from mergepipe_pipeline.domain.recipe import BaseTensor
-from mergepipe_pipeline.recipe.model_tensors import Tables
+from mergepipe_pipeline.recipe.model_tensors import Belongs, Tables
 from mergepipe_pipeline.recipe.parameters import position
 from mergepipe_pipeline.recipe.problems import Problems
 from mergepipe_pipeline.recipe.structure import Entry, Level, Module, Slice
+
+#: The name of an output's tensor in a model.
+InModel = Callable[[str, int], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,65 +60,64 @@ class Output:
 
 @dataclass
 class Outputs:
-    """Makes the outputs of one recipe from its models' tensors."""
+    """Makes the outputs of one module, whose tensors are those that `belongs` accepts.
+
+    `levels` are the module's and the recipe's.
+    """
 
     schema: OperatorSchema
-    top: Level
     tables: Tables
     problems: Problems
+    belongs: Belongs
+    levels: tuple[Level, ...]
 
-    def of_module(self, module: Module, belongs: Callable[[str], bool]) -> Iterator[Output]:
-        """The outputs of one module, whose tensors are those that `belongs` accepts."""
-        levels = (module.level, self.top)
+    def of_module(self, module: Module) -> Iterator[Output]:
+        """The outputs in order."""
         if all(part.whole for part in module.slices):
             for part in module.slices:
-                yield from self._whole(part, belongs, levels)
+                yield from self._whole(part)
         else:
-            yield from self._layered(module, belongs, levels)
+            yield from self._layered(module)
 
-    def _whole(
-        self, part: Slice, belongs: Callable[[str], bool], levels: tuple[Level, ...]
-    ) -> Iterator[Output]:
+    def _whole(self, part: Slice) -> Iterator[Output]:
         lead = self._lead(part)
         if lead is None:
             return
-        counts = self.tables.depth(lead, belongs)
+        counts = self.tables.depth(lead, self.belongs)
         for entry in part.entries:
-            self.tables.check_stacks(entry, lead, belongs, self.problems)
-        names = self._names(part, lead, belongs, _same)
+            self.tables.check_stacks(entry, lead, self.belongs, self.problems)
+        names = self._names(part, lead, self.belongs)
         for name in names:
             t = min(position(layer_index(name), counts.get(layer_stack(name) or "", 1)), 1.0)
             t = projector_position(name, names) if t == 0 else t
-            yield self._slot(part, name, t, _same, levels)
+            yield self._slot(part, name, t, _same)
 
-    def _layered(
-        self, module: Module, belongs: Callable[[str], bool], levels: tuple[Level, ...]
-    ) -> Iterator[Output]:
-        if not self._ranges_fit(module, belongs):
+    def _layered(self, module: Module) -> Iterator[Output]:
+        if not self._ranges_fit(module):
             return
         first, last = module.slices[0], module.slices[-1]
 
-        def outside(post: bool) -> Callable[[str], bool]:
-            return lambda n: belongs(n) and layer_index(n) is None and is_post(n) is post
+        def outside(post: bool) -> Belongs:
+            return lambda n: self.belongs(n) and layer_index(n) is None and is_post(n) is post
 
-        yield from self._same_names(first, outside(False), levels)
+        yield from self._same_names(first, outside(False))
         offset = 0
         for part in module.slices:
             start, end = part.entries[0].layers or (0, 0)
             for k in range(end - start):
                 t = position(k, end - start)
-                yield from self._layer(part, k, offset + k, t, belongs, levels)
+                yield from self._layer(part, k, offset + k, t)
             offset += end - start
-        yield from self._same_names(last, outside(True), levels)
-        yield from self._tied_heads(first, last, belongs, levels)
+        yield from self._same_names(last, outside(True))
+        yield from self._tied_heads(first, last)
 
-    def _ranges_fit(self, module: Module, belongs: Callable[[str], bool]) -> bool:
+    def _ranges_fit(self, module: Module) -> bool:
         n_before = len(self.problems)
         for part in module.slices:
             for entry in part.entries:
                 # An adapter alone has the layers of the base it changes.
                 owner = part.base if self.tables.partial[entry.model] else entry.model
-                stacks = self.tables.stacks(entry.model if owner is None else owner, belongs)
+                stacks = self.tables.stacks(entry.model if owner is None else owner, self.belongs)
                 text = self.tables.refs[entry.model].text
                 path = (*entry.level.path, "layer_range")
                 end = (entry.layers or (0, 0))[1]
@@ -131,15 +133,7 @@ class Outputs:
                     self.problems.add(path, f"{text!r} has {n} layers, so no layer {end - 1}")
         return len(self.problems) == n_before
 
-    def _layer(
-        self,
-        part: Slice,
-        k: int,
-        out: int,
-        t: float,
-        belongs: Callable[[str], bool],
-        levels: tuple[Level, ...],
-    ) -> Iterator[Output]:
+    def _layer(self, part: Slice, k: int, out: int, t: float) -> Iterator[Output]:
         """Outputs of output layer number `out`, the k-th of its slice."""
         starts = {e.model: e.layers[0] for e in part.entries if e.layers is not None}
         # A base that is not listed stands in for the first model's layers.
@@ -149,7 +143,7 @@ class Outputs:
             return with_layer_index(name, starts.get(model, default) + k)
 
         def is_in_layer(name: str) -> bool:
-            return belongs(name) and layer_index(name) is not None
+            return self.belongs(name) and layer_index(name) is not None
 
         lead = self._lead(part)
         if lead is None:
@@ -161,14 +155,14 @@ class Outputs:
                 if is_in_layer(name) and self._counts(name, lead, model, in_model, out):
                     names[with_layer_index(name, out)] = None
         for name in names:
-            yield self._slot(part, name, t, in_model, levels)
+            yield self._slot(part, name, t, in_model)
 
     def _counts(
         self,
         name: str,
         lead: int,
         model: int,
-        in_model: Callable[[str, int], str],
+        in_model: InModel,
         out: int,
     ) -> bool:
         """Whether the output has a model's layer tensor; it has all of the lead's."""
@@ -189,47 +183,32 @@ class Outputs:
             return True
         is_needed = self.tables.needs(lead, twin) and self.tables.has_in_another_layer(lead, twin)
         if is_needed or (is_head(name) and not has_base):
-            self.tables.note_missing(lead, twin)
+            self.tables.note("missing", lead, twin)
         else:
-            self.tables.note_extra(model, name)
+            self.tables.note("extra", model, name)
         return False
 
-    def _tied_heads(
-        self,
-        first: Slice,
-        last: Slice,
-        belongs: Callable[[str], bool],
-        levels: tuple[Level, ...],
-    ) -> Iterator[Output]:
+    def _tied_heads(self, first: Slice, last: Slice) -> Iterator[Output]:
         """The heads that the first slice's model has, and the last one's ties to its embedding."""
         begins, ends = self._lead(first), self._lead(last)
         if begins is None or ends is None:
             return
         for name in self.tables[begins]:
             is_stored = name in self.tables[ends]
-            if belongs(name) and is_head(name) and not is_stored and self.tables.find(ends, name):
-                yield self._slot(last, name, 0.0, _same, levels)
+            is_own_head = self.belongs(name) and is_head(name)
+            if is_own_head and not is_stored and self.tables.find(ends, name):
+                yield self._slot(last, name, 0.0, _same)
 
     def _is_of_other_part(self, twin: str, lead: int) -> bool:
         """Whether a bias is of a module that the lead does not have, as of a tower that sees."""
         return self.tables.find(lead, f"{twin.removesuffix('.bias')}.weight") is None
 
-    def _same_names(
-        self, part: Slice, belongs: Callable[[str], bool], levels: tuple[Level, ...]
-    ) -> Iterator[Output]:
+    def _same_names(self, part: Slice, belongs: Belongs) -> Iterator[Output]:
         lead = self._lead(part)
-        if lead is None:
-            return
-        for name in self._names(part, lead, belongs, _same):
-            yield self._slot(part, name, 0.0, _same, levels)
+        for name in () if lead is None else self._names(part, lead, belongs):
+            yield self._slot(part, name, 0.0, _same)
 
-    def _names(
-        self,
-        part: Slice,
-        lead: int,
-        belongs: Callable[[str], bool],
-        in_model: Callable[[str, int], str],
-    ) -> list[str]:
+    def _names(self, part: Slice, lead: int, belongs: Belongs) -> list[str]:
         """Output names in the lead's order, then optional ones that other models have."""
         names = [name for name in self.tables[lead] if belongs(name)]
         seen = set(names)
@@ -264,8 +243,7 @@ class Outputs:
         part: Slice,
         name: str,
         t: float,
-        in_model: Callable[[str, int], str],
-        levels: tuple[Level, ...],
+        in_model: InModel,
     ) -> Output:
         base = None
         if part.base is not None:
@@ -282,21 +260,21 @@ class Outputs:
                     self._check_partial(entry, own, base)
                     taken.append(SourceTensor(entry, i, own, base.tensor, False))
             elif is_head(own) and base is not None:
-                self.tables.note_headless(entry.model, own)
+                self.tables.note("headless", entry.model, own)
                 taken.append(SourceTensor(entry, i, own, base.tensor, False))
             elif not is_optional(own) or is_head(own):
                 lacking.append((entry.model, own))
         if lacking and (alone := self._alone(part, name, in_model, taken, lacking)):
-            return Output(name, part, t, alone, (), (part.level, *levels))
+            return Output(name, part, t, alone, (), (part.level, *self.levels))
         for model, own in lacking:
-            self.tables.note_missing(model, own)
-        return Output(name, part, t, base, tuple(taken), (part.level, *levels))
+            self.tables.note("missing", model, own)
+        return Output(name, part, t, base, tuple(taken), (part.level, *self.levels))
 
     def _alone(
         self,
         part: Slice,
         name: str,
-        in_model: Callable[[str, int], str],
+        in_model: InModel,
         taken: Sequence[SourceTensor],
         lacking: Sequence[tuple[int, str]],
     ) -> BaseTensor | None:
@@ -313,7 +291,7 @@ class Outputs:
         tensor = self.tables.find(lead, in_model(name, lead))
         if tensor is None:
             return None
-        self.tables.note_alone(lead, tensor)
+        self.tables.note("alone", lead, tensor)
         return BaseTensor(lead, tensor)
 
     def _tied(self, model: int, own: str, base: BaseTensor | None) -> str | None:
@@ -340,9 +318,6 @@ def all_names(outputs: Sequence[Output]) -> Mapping[str, None]:
     names = [s.name for s in outputs] + [t.name for s in outputs for t in s.taken]
     return dict.fromkeys(names)
 
-
-#: Whether a tensor belongs to a module.
-Belongs = Callable[[str], bool]
 
 #: Prefixes by mergekit's module name. The text side is what is in none of the others.
 _PARTS: dict[str, tuple[str, ...]] = {

@@ -33,7 +33,6 @@ from mergepipe_pipeline.recipe.resolve_tensors import resolve_recipe
 from mergepipe_pipeline.recipe.schema import (
     DEFAULT_SCHEDULE,
     RecipeYaml,
-    check_strategy,
     ref_problem,
     validate,
 )
@@ -219,7 +218,6 @@ def _read_keys(
     modules, level = read_structure(value, models, problems, warnings, choice)
     base = _base(value, models, modules)
     tokenizer, chat_template = _tokens(value, base, models, problems)
-    check_strategy(value.get("strategy"), problems)
     budget = read_budget(value.get("budget"), problems)
     schema = _check(value, modules, level, methods, problems, warnings)
     return _Keys(

@@ -29,9 +29,8 @@ from mergepipe_pipeline.recipe.checks import (
     recipe_warnings,
     untied,
 )
-from mergepipe_pipeline.recipe.model_tensors import Table, Tables
+from mergepipe_pipeline.recipe.model_tensors import Belongs, Table, Tables
 from mergepipe_pipeline.recipe.outputs import (
-    Belongs,
     Output,
     Outputs,
     SourceTensor,
@@ -172,12 +171,15 @@ class _Resolver:
         return tuple(recipes)
 
     def _outputs(self) -> list[Output]:
-        maker = Outputs(self.schema, self.parsed.level, self.tables, self.problems)
         parts = self._parts()
         outputs: dict[str, Output] = {}
         for module in self.parsed.modules:
             name = module.name or "default"
-            made = list(maker.of_module(module, parts[name])) if name in parts else []
+            levels = (module.level, self.parsed.level)
+            made: list[Output] = []
+            if name in parts:
+                maker = Outputs(self.schema, self.tables, self.problems, parts[name], levels)
+                made = list(maker.of_module(module))
             twice = [output.name for output in made if output.name in outputs]
             if twice:
                 owner = next(n for n, belongs in parts.items() if belongs(twice[0]))

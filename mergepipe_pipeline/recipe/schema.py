@@ -110,12 +110,19 @@ def _schedule(value: str) -> str:
     return value
 
 
-def _trigger(value: str) -> str:
-    if value not in TRIGGERS:
-        near = suggest(value, TRIGGERS)
-        text = f"expected one of {', '.join(TRIGGERS)}, found {shown(value)}{near}"
-        raise ValueError(text)
+def _one_of(value: str, choices: Sequence[str]) -> str:
+    if value not in choices:
+        listed, near = ", ".join(choices), suggest(value, choices)
+        raise ValueError(f"expected one of {listed}, found {shown(value)}{near}")
     return value
+
+
+def _trigger(value: str) -> str:
+    return _one_of(value, TRIGGERS)
+
+
+def _strategy(value: str) -> str:
+    return _one_of(value, STRATEGIES)
 
 
 def _timezone(value: str) -> str:
@@ -191,7 +198,7 @@ class RecipeYaml(_Strict):
     budget: Any = None
     evaluate: Any = None
     gate: Any = None
-    strategy: str | None = None
+    strategy: Annotated[str, AfterValidator(_strategy)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     ref: Ref | None = None
     schedule: Annotated[str, AfterValidator(_schedule)] | None = None
@@ -286,23 +293,14 @@ def _check_entries(value: Mapping[str, object], path: KeyPath, problems: Problem
             )
 
 
-def check_strategy(value: object, problems: Problems) -> None:
-    """Add a problem if `value` is a text, but no strategy."""
-    if isinstance(value, str) and value not in STRATEGIES:
-        problems.add(
-            ("strategy",),
-            f"expected one of {', '.join(STRATEGIES)}, found {shown(value)}"
-            f"{suggest(value, STRATEGIES)}",
-        )
-
-
 def known_strategy(name: str, where: str) -> str:
     """The name, if it is a strategy's; `where` names the option. Raises RecipeError."""
-    problems = Problems({})
-    check_strategy(name, problems)
-    if problems:
-        raise recipe_error([problems], where)
-    return name
+    try:
+        return _strategy(name)
+    except ValueError as error:
+        problems = Problems({})
+        problems.add(("strategy",), str(error))
+        raise recipe_error([problems], where) from None
 
 
 def ref_problem(name: str) -> str | None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from mergepipe_pipeline.checkpoints.header import LENGTH_NBYTES, header_nbytes, parse_header
 from mergepipe_pipeline.digest import new_hash, seal, sha256_hex, unseal
+from mergepipe_pipeline.domain.outcome import StoredObject
 from mergepipe_pipeline.domain.plan import ENGINE_VERSION
 from mergepipe_pipeline.domain.snapshot import MANIFEST, PROVENANCE, Manifest, ShardEntry, Snapshot
 from mergepipe_pipeline.errors import CheckpointError, CorruptionError
@@ -109,10 +110,10 @@ def verify_snapshot(
     nbytes = len(provenance) + (folder / MANIFEST).stat().st_size
     for name, data in added.items():
         if (folder / name).is_file():
-            nbytes += _check_side(folder / name, sha256_hex(data))
+            nbytes += check_side(folder / name, sha256_hex(data))
     for side in manifest.side_files:
         is_own = is_copy and side.file == CARD and has_own_card(record)
-        nbytes += _check_side(folder / side.file, None if is_own else side.sha256)
+        nbytes += check_side(folder / side.file, None if is_own else side.sha256)
     for shard in manifest.shards:
         if not checked.trusts(folder / shard.file, shard):
             verify_shard(folder / shard.file, shard, progress)
@@ -129,8 +130,11 @@ def verify_with_progress(
         return verify_snapshot(Path(snapshot.path), advance, is_copy=is_copy)
 
 
-def _check_side(path: Path, sha256: str | None) -> int:
-    """The size of a file that must be there, with this digest if there is one."""
+def check_side(path: Path, sha256: str | None) -> int:
+    """The size of a file that must be there, with this digest if there is one.
+
+    Raises CorruptionError.
+    """
     data = _present(path).read_bytes()
     if sha256 not in (None, digest := sha256_hex(data)):
         raise _wrong(path, str(sha256), digest)
@@ -138,7 +142,9 @@ def _check_side(path: Path, sha256: str | None) -> int:
 
 
 def verify_shard(
-    path: Path, shard: ShardEntry, progress: Callable[[int], None] | None = None
+    path: Path,
+    shard: ShardEntry | StoredObject,
+    progress: Callable[[int], None] | None = None,
 ) -> None:
     """Check every byte of a file that should be this shard. Raises CorruptionError (tensor)."""
     nbytes = _present(path).stat().st_size
@@ -170,7 +176,7 @@ def verify_shard(
                 )
 
 
-def _ends(path: Path, shard: ShardEntry) -> list[tuple[str, int, str]]:
+def _ends(path: Path, shard: ShardEntry | StoredObject) -> list[tuple[str, int, str]]:
     """(what, end byte, expected digest up to it), in file order; ends with the whole file."""
     with path.open("rb") as file:
         try:
@@ -253,19 +259,19 @@ _LOG = logging.getLogger("mergepipe")
 
 
 def commit_snapshot(
-    staged: Path, snapshots: Path, quarantine: Callable[[], Path] | None = None
+    staged: Path, snapshots: Path, new_aside: Callable[[], Path] | None = None
 ) -> Snapshot:
     """The snapshot of a staged folder, which is named by its id.
 
     Of a snapshot that exists already every byte is read. If it is whole, it is returned; if it is
-    damaged, it moves to the folder that `quarantine` makes, and the staged one takes its place:
-    readers see the one or the other. Without `quarantine` it raises CorruptionError.
+    damaged, it moves to the folder that `new_aside` makes, and the staged one takes its place:
+    readers see the one or the other. Without `new_aside` it raises CorruptionError.
     """
     final = snapshots / staged.name
     if (final.exists() or not publish_dir(staged, final)) and (damage := damage_of(final)):
-        if quarantine is None:
+        if new_aside is None:
             raise damage
-        aside = quarantine() / "snapshots" / final.name
+        aside = new_aside() / "snapshots" / final.name
         publish_dir(staged, aside)
         replace_dir(aside, final)
         damage.next_step = None  # it is done

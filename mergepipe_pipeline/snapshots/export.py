@@ -170,14 +170,7 @@ def repack(snapshot: Snapshot, folder: Path, shard_nbytes: int | None) -> Manife
     """
     checkpoint = open_checkpoint(snapshot.path, snapshot.snapshot_id[:12], probes=False)
     for shard in snapshot.manifest.shards:
-        if (digest := file_sha256(Path(snapshot.path) / shard.file)) != shard.sha256:
-            raise CorruptionError(
-                "A file of the snapshot is damaged, and nothing was written",
-                where=f"{snapshot.path}/{shard.file}",
-                expected=f"sha256 {shard.sha256[:16]}",
-                found=f"sha256 {digest[:16]}",
-                next_step="run `mergepipe repair`, or merge its recipe again",
-            )
+        _refuse_damaged(Path(snapshot.path) / shard.file, shard.sha256)
     groups = list(_groups(checkpoint.tensors, shard_nbytes))
     shards = []
     with open_source(snapshot.path) as source:
@@ -310,10 +303,15 @@ def _copy(source: Path, target: Path, sha256: str) -> None:
     # The copy is hashed, not the source: the kernel may copy without a byte passing through here.
     make_dirs(target.parent)
     copy_file(_present(source), target)
-    if (digest := file_sha256(target)) != sha256:
+    _refuse_damaged(target, sha256, source)
+
+
+def _refuse_damaged(path: Path, sha256: str, source: Path | None = None) -> None:
+    """Raise CorruptionError if a file, or the copy of a `source`, has another digest."""
+    if (digest := file_sha256(path)) != sha256:
         raise CorruptionError(
             "A file of the snapshot is damaged, and nothing was written",
-            where=str(source),
+            where=str(source or path),
             expected=f"sha256 {sha256[:16]}",
             found=f"sha256 {digest[:16]}",
             next_step="merge its recipe again: it is made anew, and the damaged one is set aside",

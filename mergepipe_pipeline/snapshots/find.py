@@ -95,11 +95,11 @@ def manifest_of(data: bytes, where: str) -> Manifest:
     """
     # They load pydantic, which commands that only list refs start without.
     from mergepipe_pipeline.snapshots.foreign import ManifestForm
-    from mergepipe_pipeline.storage.forms import read_form
+    from mergepipe_pipeline.storage.forms import check_form, read_form
 
     next_step = "read it with the version that wrote it"
     _, value = read_form(ManifestForm, data, where, "A manifest", next_step)
-    return Manifest.from_json(value)
+    return check_form(Manifest, value, where, "A manifest", next_step)
 
 
 def files_below(folder: Path, names: Collection[str]) -> set[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -38,6 +38,10 @@ class Need:
             self.snapshot_ids | other.snapshot_ids,
             self.pack_ids | other.pack_ids,
         )
+
+    def sealed(self) -> bytes:
+        """The bytes of a lease's file."""
+        return seal({f.name: sorted(getattr(self, f.name)) for f in fields(self)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +74,9 @@ class Leases:
         Waits for a collection that runs. Raises StorageFullError.
         """
         name = f"{label}-{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:8]}"
-        value = {f.name: sorted(getattr(need, f.name)) for f in fields(need)}
         with ExitStack() as stack:
             with self._gate(shared=True):
-                stack.enter_context(locked_file(self._folder / f"{name}.json", seal(value)))
+                stack.enter_context(locked_file(self._folder / f"{name}.json", need.sealed()))
             yield name
 
     def alone(self) -> AbstractContextManager[None]:
@@ -121,10 +124,4 @@ class Leases:
 
 def _need(data: bytes, path: Path) -> Need:
     value = unseal(data, str(path))
-    # A version before packs names none.
-    kept = {"pack_ids": (), **value}
-    return Need(*(_texts(kept[f.name]) for f in fields(Need)))
-
-
-def _texts(values: Collection[str]) -> frozenset[str]:
-    return frozenset(values)
+    return Need(*(frozenset(value[f.name]) for f in fields(Need)))

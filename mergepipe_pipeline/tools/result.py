@@ -189,7 +189,7 @@ def _to_warehouse(
     staged = stage_snapshot(draft.folder, manifest, warehouse.objects, draft.side_files, provenance)
     _refuse_unreadable(staged, manifest)
     is_new = not (warehouse.snapshots / manifest.snapshot_id).exists()
-    snapshot = commit_snapshot(staged, warehouse.snapshots, warehouse.new_quarantine)
+    snapshot = commit_snapshot(staged, warehouse.snapshots, warehouse.new_aside)
     Marks(warehouse.stages).mark(snapshot.snapshot_id, is_stage=False, is_new=is_new)
     return Path(snapshot.path)
 

@@ -219,7 +219,7 @@ def current_plan(warehouse: Warehouse, recipe: str) -> MergePlan:
 
 def _planned(warehouse: Warehouse, recipe: str, state: Mapping[str, Any]) -> MergePlan:
     try:
-        return load_working_plan(warehouse, recipe, state["plan_id"], state.get("plan_sha256"))
+        return load_working_plan(warehouse, recipe, state["plan_id"], state["plan_sha256"])
     except (CorruptionError, NotFoundError) as error:
         error.next_step = f"materialize {recipe}/plan: it plans anew"
         raise

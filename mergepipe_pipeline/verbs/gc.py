@@ -119,7 +119,7 @@ def _expired(
         idle_packs(warehouse, roots.need | roots.living.need, certain=certain), older_than_s
     )
     yield from _older(_orphans(warehouse, named), older_than_s)
-    for paths in (sorted(warehouse.quarantine.glob("*")), _idle_plans(warehouse, roots)):
+    for paths in (sorted(warehouse.aside.glob("*")), _idle_plans(warehouse, roots)):
         yield from _older(paths, max(older_than_s, _LONG_S))
 
 
@@ -239,7 +239,7 @@ def _planned(warehouse: Warehouse) -> Iterator[Need | MergePipeError]:
         path = warehouse.current_plan_path(recipe)
         try:
             state = unseal(path.read_bytes(), str(path))
-            of = recipe, state["plan_id"], state.get("plan_sha256")
+            of = recipe, state["plan_id"], state["plan_sha256"]
             yield need_of(warehouse, load_working_plan(warehouse, *of))
         except FileNotFoundError:
             continue

@@ -20,8 +20,9 @@ from mergepipe_pipeline.domain.snapshot import Ref, Snapshot
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import DamagedPackError
 from mergepipe_pipeline.execution.egress import traffic, traffic_since
+from mergepipe_pipeline.execution.plan_leases import refuse_full_disk
 from mergepipe_pipeline.execution.planning import plan_resolved, prefetch_base, resolve_after_stages
-from mergepipe_pipeline.execution.run import MergeOutcome, refuse_full_disk, run_plan
+from mergepipe_pipeline.execution.run import MergeOutcome, run_plan
 from mergepipe_pipeline.integrity.weights import non_finite_warning
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
@@ -99,7 +100,7 @@ def merge(
     warehouse.ensure()
     resolved, stages = resolve_after_stages(warehouse, parsed, progress=progress, **planning)
     if resolved.cost.analysis_bytes:  # of known experts, layers may be there
-        refuse_full_disk(warehouse, resolved.cost.output_bytes)
+        refuse_full_disk(warehouse.root, resolved.cost.output_bytes)
     began_s = time.monotonic() if parsed.before else began_s
     start = RunStart(began_s, downloaded)
     run = partial(run_plan, options=options, progress=progress, start=start, fresh=fresh)

@@ -80,7 +80,7 @@ def _pulled(
         # Its files may be no shards, and it may tell of plans and inputs that are here otherwise.
         verify_snapshot(staged)
         refuse_other_lineage(warehouse, Snapshot(manifest.snapshot_id, str(staged), manifest))
-        snapshot = commit_snapshot(staged, warehouse.snapshots, warehouse.new_quarantine)
+        snapshot = commit_snapshot(staged, warehouse.snapshots, warehouse.new_aside)
     Marks(warehouse.stages).mark(snapshot.snapshot_id, is_stage=False, is_new=True)
     return snapshot
 

@@ -70,7 +70,7 @@ def repair(
     if dry_run:
         return Repair(names, None, (), (), left, damaged)
     packs = tuple(_packs_to_make(warehouse, taken))
-    folder = warehouse.new_quarantine()
+    folder = warehouse.new_aside()
     for path in taken:
         adopt_file(path, folder / path.relative_to(warehouse.root))
     made, not_made = _learn_again(warehouse, list(_lacking(warehouse)), progress)
@@ -110,7 +110,7 @@ def _lacking(warehouse: Warehouse) -> Iterator[Path]:
 
     A repair that was killed has not learned all that it took away.
     """
-    for folder in sorted(warehouse.quarantine.glob("*")):
+    for folder in sorted(warehouse.aside.glob("*")):
         for path in sorted((folder / warehouse.catalog_dir.name).rglob("*.*.*")):
             was = warehouse.root / path.relative_to(folder)
             if not find_sealed(was.parent, was.name.rsplit(".", 2)[0]):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from mergepipe_pipeline.domain.outcome import LayerOutcome
 from mergepipe_pipeline.domain.plan import (
     BaseInput,
     ExpertInput,
@@ -22,7 +23,7 @@ from mergepipe_pipeline.domain.plan import (
 )
 from mergepipe_pipeline.domain.recipe import Params
 from mergepipe_pipeline.domain.view import TensorView, moved
-from mergepipe_pipeline.engine.execute import LayerResult, LayerRunner
+from mergepipe_pipeline.engine.execute import LayerRunner
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.engine.window import to_bytes
 from mergepipe_pipeline.errors import CheckpointChangedError, CorruptionError
@@ -42,7 +43,7 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> Kinds:
     return make_kinds(tmp_path_factory.mktemp("kinds"), rows=150, cols=COLS)
 
 
-def run(plan: MergePlan, folder: Path, options: EngineOptions = ALL) -> tuple[Path, LayerResult]:
+def run(plan: MergePlan, folder: Path, options: EngineOptions = ALL) -> tuple[Path, LayerOutcome]:
     """The one layer of a plan in a new file."""
     file = folder / f"{len(list(folder.iterdir()))}.safetensors"
     with LayerRunner(plan, options) as runner:
@@ -110,7 +111,8 @@ def test_bits_depend_neither_on_windows_nor_on_threads(
     plan = with_rules(plan, TrimRule(int(np.float32(1).view(np.uint32)), 7001))
     ways = [(None, 1), (None, 4), (COLS, 2), (333, 3), (4097, 4), (1 << 20, 1)]
     found = {
-        run(plan, tmp_path, EngineOptions(window_elems=w, threads=t))[1].sha256 for w, t in ways
+        run(plan, tmp_path, EngineOptions(window_elems=w, threads=t))[1].stored.sha256
+        for w, t in ways
     }
     assert len(found) == 1
 
@@ -146,7 +148,7 @@ def test_factors_whose_products_round_give_the_same_bits_in_any_windows(
     ways = [(shape[1], 4), (4099, 3), (65536, 2), (None, 1)]
     (tmp_path / "out").mkdir()
     found = {
-        run(plan, tmp_path / "out", EngineOptions(window_elems=w, threads=t))[1].sha256
+        run(plan, tmp_path / "out", EngineOptions(window_elems=w, threads=t))[1].stored.sha256
         for w, t in ways
     }
     assert len(found) == 1
@@ -156,7 +158,7 @@ def test_values_that_cover_everything_leave_the_base_unread(kinds: Kinds, tmp_pa
     plan = merged(kinds, ["full", "gathered"], "linear")
     assert run(plan, tmp_path)[1].base_bytes_read == 0
     alone = merged(kinds, ["full", "gathered"], "linear", base=False)
-    assert run(alone, tmp_path)[1].sha256 == run(plan, tmp_path)[1].sha256
+    assert run(alone, tmp_path)[1].stored.sha256 == run(plan, tmp_path)[1].stored.sha256
     part = merged(kinds, ["full", "gathered"], "linear", reads=[None, ((0, 4096),)])
     file, result = run(part, tmp_path, EngineOptions(window_elems=4096, threads=2))
     assert result.base_bytes_read == kinds.base.nbytes - 2 * 4096
@@ -198,7 +200,7 @@ def test_integers_and_empty_tensors_are_copied_byte_for_byte(kinds: Kinds, tmp_p
     (tmp_path / "out").mkdir()
     file, result = run(plan_of(model.checkpoints, tasks), tmp_path / "out")
     assert file.read_bytes().endswith(data)
-    assert sorted(name for name, _ in result.tensors) == ["ids", "none"]
+    assert sorted(name for name, _ in result.stored.tensors) == ["ids", "none"]
 
 
 def test_a_result_names_the_file_s_bytes_and_every_tensor_s_end(
@@ -212,10 +214,13 @@ def test_a_result_names_the_file_s_bytes_and_every_tensor_s_end(
     with LayerRunner(replace(plan, layers=(layer,)), ALL) as runner:
         result = runner.run(layer, file, done.append)
     data = file.read_bytes()
-    assert (result.sha256, result.nbytes) == (hashlib.sha256(data).hexdigest(), len(data))
-    assert [name for name, _ in result.tensors] == ["a", "b"]
-    assert result.tensors[0][1] == hashlib.sha256(data[: -task.out_nbytes]).hexdigest()
-    assert result.tensors[1][1] == result.sha256
+    assert (result.stored.sha256, result.stored.nbytes) == (
+        hashlib.sha256(data).hexdigest(),
+        len(data),
+    )
+    assert [name for name, _ in result.stored.tensors] == ["a", "b"]
+    assert result.stored.tensors[0][1] == hashlib.sha256(data[: -task.out_nbytes]).hexdigest()
+    assert result.stored.tensors[1][1] == result.stored.sha256
     assert sum(done) == 2 * task.out_nbytes
     assert result.expert_bytes_read == 2 * kinds.experts["full"].view.nbytes
     assert result.wall_s >= 0
@@ -234,7 +239,7 @@ def test_layers_of_one_plan_share_readers_and_count_their_own_bytes(
     low, full = (kinds.experts[name].view.nbytes for name in ("low rank", "full"))
     assert [r.expert_bytes_read for r in results] == [low, low + full, low]
     assert {r.base_bytes_read for r in results} == {kinds.base.views["w"].nbytes}
-    assert results[0].sha256 == results[2].sha256 != results[1].sha256
+    assert results[0].stored.sha256 == results[2].stored.sha256 != results[1].stored.sha256
 
 
 def test_a_run_that_is_left_in_the_middle_keeps_what_it_finished_and_nothing_else(

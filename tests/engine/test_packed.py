@@ -13,11 +13,12 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from mergepipe_pipeline.domain.outcome import LayerOutcome
 from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TIERS, Level, PackedTensor, Tier
 from mergepipe_pipeline.domain.plan import ExpertInput, MergePlan, TrimRule
 from mergepipe_pipeline.domain.recipe import Params
 from mergepipe_pipeline.domain.segments import KnownSegments
-from mergepipe_pipeline.engine.execute import LayerResult, LayerRunner
+from mergepipe_pipeline.engine.execute import LayerRunner
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.engine.window import to_bytes
 from mergepipe_pipeline.errors import BudgetError, CorruptionError, DamagedPackError
@@ -107,7 +108,7 @@ def run(
     folder: Path,
     options: EngineOptions = TWO,
     known: KnownSegments | None = None,
-) -> tuple[bytes, LayerResult]:
+) -> tuple[bytes, LayerOutcome]:
     """The file of the plan's one layer, and what it cost."""
     file = folder / f"{len(list(folder.iterdir()))}.safetensors"
     with LayerRunner(plan, options, known) as runner:

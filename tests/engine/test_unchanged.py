@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 
 from mergepipe_pipeline.domain.blocks import Range
 from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.outcome import LayerOutcome
 from mergepipe_pipeline.domain.plan import ExpertInput, MergePlan, TensorTask
 from mergepipe_pipeline.domain.recipe import Params
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.engine import sources
-from mergepipe_pipeline.engine.execute import LayerResult, LayerRunner
+from mergepipe_pipeline.engine.execute import LayerRunner
 from mergepipe_pipeline.engine.jobs import Job
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import BudgetError, CheckpointChangedError, StorageFullError
@@ -48,7 +49,7 @@ def passed(
     return plan_of(model.checkpoints, [task])
 
 
-def run(plan: MergePlan, file: Path, window_elems: int | None = None) -> LayerResult:
+def run(plan: MergePlan, file: Path, window_elems: int | None = None) -> LayerOutcome:
     options = EngineOptions(threads=2, window_elems=window_elems)
     with LayerRunner(plan, options) as runner:
         return runner.run(plan.layers[0], file)
@@ -79,7 +80,7 @@ def test_what_is_passed_through_has_the_bytes_that_the_operator_would_give(
         with mock.patch.object(Job, "unchanged", None):
             through = run(plan, Path(tmp, "old"), window_elems)
         assert Path(tmp, "new").read_bytes().endswith(raw)
-    assert result.sha256 == through.sha256
+    assert result.stored.sha256 == through.stored.sha256
     assert result.expert_bytes_read == through.expert_bytes_read == len(raw)
     assert result.base_bytes_read == 0
 

@@ -127,11 +127,11 @@ def test_a_merge_sets_a_rotten_snapshot_aside_and_gives_the_right_bytes(
         verify_snapshot(folder)
     right.pop("provenance.json")
     assert {n: (rotten / n).read_bytes() for n in right} == right
-    (aside,) = home.quarantine.glob(f"*/snapshots/{rotten.name}")
+    (aside,) = home.aside.glob(f"*/snapshots/{rotten.name}")
     assert {p.name: p.read_bytes() for p in aside.iterdir()} == harmed
     assert str(aside) in caplog.text
     is_object_rotten = harm is rot and executed
-    assert len(list(home.quarantine.glob("*/objects/*/*"))) == is_object_rotten
+    assert len(list(home.aside.glob("*/objects/*/*"))) == is_object_rotten
     publish(home, rotten.name, "live")
 
 

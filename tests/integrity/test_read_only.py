@@ -117,7 +117,7 @@ def test_a_replay_whose_temporary_folder_has_no_room_says_how_to_give_another(
     )
     error = refused["error"]
     assert (status, error["class"]) == (20, "StorageFullError")
-    assert error["what"] == "There is no room for a replay"
+    assert error["what"] == "The disk has no room for the result"
     assert str(temporary) in error["where"]
     assert "TMPDIR" in error["next_step"]
     assert "--keep" in error["next_step"]

@@ -244,7 +244,7 @@ def test_a_damaged_snapshot_is_made_anew_by_the_next_merge_and_the_old_one_is_ke
     assert again.path == str(folder)
     assert home.refs.current("live").snapshot_id == again.snapshot_id
     assert verify_all(home).ok
-    (old,) = home.quarantine.glob(f"*/snapshots/{again.snapshot_id}")
+    (old,) = home.aside.glob(f"*/snapshots/{again.snapshot_id}")
     with pytest.raises(CorruptionError):
         verify_snapshot(old)
 

@@ -71,7 +71,7 @@ def test_a_merge_begins_again_without_a_pack_that_turns_out_to_be_damaged(
     assert [w for w in told.warnings if "pack of e0 is damaged" in w and ".frames, tensor " in w]
     assert len(told.warnings) == len(set(told.warnings)) > 1
     assert not root.exists()
-    assert [p.name for p in warehouse.quarantine.glob("*/packs/*")] == [root.name]
+    assert [p.name for p in warehouse.aside.glob("*/packs/*")] == [root.name]
     assert verify_all(warehouse).ok
     assert pack(warehouse, ["e0"])[0].fresh
 

@@ -34,7 +34,14 @@ def _schema(
     response: Response = "vote",
 ) -> OperatorSchema:
     return OperatorSchema(
-        name, parameters, space, base, experts, "none", "element", response, "Σ", "https://x"
+        name,
+        parameters,
+        "Σ",
+        "https://x",
+        space=space,
+        base=base,
+        experts=experts,
+        response=response,
     )
 
 

@@ -35,7 +35,6 @@ from mergepipe_pipeline.operators.steps.registry import (
     Window,
     parameter,
     register,
-    schema_of,
 )
 from mergepipe_pipeline.operators.steps.sparsify import check_drop, check_ranked, thin
 
@@ -105,11 +104,11 @@ class TaskVectorMethod:
         """The method's declaration."""
         is_ranked = self.sparsifier.fact == "ranked"
         summed: Response = "vote" if self.consensus else "additive"
-        return schema_of(
+        return OperatorSchema(
             self.name,
+            self._parameters(),
             self.formula,
             self.reference,
-            self._parameters(),
             fact=self.sparsifier.fact,
             scope="row" if is_ranked else "element",
             response="unbounded" if is_ranked else summed,

@@ -18,23 +18,17 @@ from typing import (
     Any,
     Final,
     Literal,
-    TypedDict,
-    Unpack,
     get_args,
     get_origin,
     get_type_hints,
 )
 
 from mergepipe_pipeline.domain.operator import (
-    BaseUse,
     Choosing,
-    Fact,
     Kind,
     OperatorSchema,
     Parameter,
     Response,
-    Scope,
-    Space,
 )
 from mergepipe_pipeline.domain.plan import TensorTask
 from mergepipe_pipeline.domain.recipe import Params
@@ -213,21 +207,7 @@ def _unusable(
 
 
 OPERATORS: dict[str, Operator] = {}
-
-
-class Traits(TypedDict, total=False):
-    """What a method declares of itself beside its name, formula and parameters.
-
-    The fields of `OperatorSchema`; omitted ones are as for `task_arithmetic`.
-    """
-
-    space: Space
-    base: BaseUse
-    experts: tuple[int, int | None]
-    fact: Fact
-    scope: Scope
-    response: Response
-    takes_approximations: bool
+Facts = tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,17 +229,13 @@ class Hooks:
     fused: Callable[..., FusedMerge] | None = None
 
 
-#: Of a method whose facts are its factors and which any parameters suit.
-NO_HOOKS: Final = Hooks()
-
-
 @dataclass(frozen=True, slots=True)
 class Operator:
     """A registered merge method; `measures` are what must be known of whole tensors first."""
 
     schema: OperatorSchema
     function: Callable[..., Tensor]
-    hooks: Hooks = NO_HOOKS
+    hooks: Hooks = Hooks()
     measures: tuple[Measure, ...] = ()
 
     def apply(self, window: Window) -> Tensor:
@@ -312,26 +288,18 @@ class Operator:
         return self.hooks.settle(measured, **self._values(params, model_params))
 
     @property
-    def choose(
-        self,
-    ) -> Callable[[Params, Sequence[Params], tuple[float, ...]], Choosing] | None:
+    def choose(self) -> Callable[[Params, Sequence[Params], Facts], Choosing] | None:
         """For a method that only chooses: the operator to apply instead, by these facts."""
-        return self._choose if self.hooks.choose else None
+        choose = self.hooks.choose
+        if choose is None:
+            return None
+        return lambda params, rows, facts: choose(facts, **self._values(params, rows))
 
     @property
     def fused(self) -> Callable[[TensorTask], FusedMerge] | None:
         """Describes `apply` on a tensor to a compiled kernel, where there is one."""
-        return self._fused if self.hooks.fused else None
-
-    def _choose(
-        self, params: Params, model_params: Sequence[Params], facts: tuple[float, ...]
-    ) -> Choosing:
-        assert self.hooks.choose is not None
-        return self.hooks.choose(facts, **self._values(params, model_params))
-
-    def _fused(self, task: TensorTask) -> FusedMerge:
-        assert self.hooks.fused is not None
-        return self.hooks.fused(task, **self._values_of(task))
+        fused = self.hooks.fused
+        return None if fused is None else lambda task: fused(task, **self._values_of(task))
 
     def _values_of(self, task: TensorTask) -> dict[str, Any]:
         return bind(self.schema, task.name, task.params, [e.params for e in task.experts])
@@ -347,46 +315,24 @@ def operator(
     reference: str,
     hooks: Hooks = Hooks(),
     measures: Sequence[Measure] = (),
-    **traits: Unpack[Traits],
+    **traits: Any,
 ) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
     """Register `function(window, *, parameters…) -> Tensor` as the merge method `name`.
 
     Keyword-only arguments become recipe parameters: `Annotated[PerModel, help]` is given per model,
     `Annotated[float | bool | int | Literal[texts], help]` once per tensor, either with an `AtLeast`
-    behind the help; a trailing underscore is dropped (`lambda_`).
+    behind the help; a trailing underscore is dropped (`lambda_`). `traits` are those of
+    `OperatorSchema`; omitted ones are as for `task_arithmetic`.
 
     Raises OperatorError for a name that is taken and for an argument without type or help.
     """
 
     def decorate(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        schema = schema_of(name, formula, reference, parameters_of(function), **traits)
+        schema = OperatorSchema(name, parameters_of(function), formula, reference, **traits)
         register(Operator(schema, function, hooks, tuple(measures)))
         return function
 
     return decorate
-
-
-def schema_of(
-    name: str,
-    formula: str,
-    reference: str,
-    parameters: tuple[Parameter, ...],
-    **traits: Unpack[Traits],
-) -> OperatorSchema:
-    """The declaration of a method; omitted traits are those of `task_arithmetic`."""
-    return OperatorSchema(
-        name=name,
-        parameters=parameters,
-        space=traits.get("space", "delta"),
-        base=traits.get("base", "required"),
-        experts=traits.get("experts", (1, None)),
-        fact=traits.get("fact", "none"),
-        scope=traits.get("scope", "element"),
-        response=traits.get("response", "additive"),
-        formula=formula,
-        reference=reference,
-        takes_approximations=traits.get("takes_approximations", True),
-    )
 
 
 def register(method: Operator) -> None:

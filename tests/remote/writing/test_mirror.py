@@ -271,7 +271,7 @@ def test_what_one_warehouse_published_another_pulls_verifies_and_rolls_back_from
     os.utime(rotten, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert pull(elsewhere, pulled.snapshot_id) == pulled
     assert rotten.read_bytes() == right
-    assert len(list(elsewhere.quarantine.glob(f"*/snapshots/{pulled.snapshot_id}"))) == 1
+    assert len(list(elsewhere.aside.glob(f"*/snapshots/{pulled.snapshot_id}"))) == 1
 
 
 def test_a_snapshot_that_no_recipe_made_is_pulled_like_others(
