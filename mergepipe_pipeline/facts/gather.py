@@ -21,7 +21,6 @@ from mergepipe_pipeline.domain.recipe import Budget, Recipe, TensorRecipe
 from mergepipe_pipeline.domain.stats import ExpertStats
 from mergepipe_pipeline.facts.analysed import AnalysedExpert, FactTables, Sparsified
 from mergepipe_pipeline.facts.group import measured_facts
-from mergepipe_pipeline.facts.operator_choice import choose_operators
 from mergepipe_pipeline.facts.passes import complete
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.planner.level_selection import PACKS
@@ -115,7 +114,7 @@ def gather(
         every = workers.map(lambda e: e.stats(without), experts.values())
         stats = dict(zip(experts, every, strict=True))
     measured = measured_facts(warehouse, recipe, models, merged, progress)
-    chosen = choose_operators(recipe, merged, measured)
+    chosen = _choose_operators(recipe, merged, measured)
     in_full = recipe.budget == Budget() and not for_parts
     tables = _facts(recipe, models, merged, experts, chosen, in_full=in_full)
     facts = TensorFacts(
@@ -295,3 +294,17 @@ def _asked_of_experts(
             )
             asked.setdefault((i.model, t.base.model, fact), []).append(s)
     return asked
+
+
+def _choose_operators(
+    recipe: Recipe, merged: Sequence[TensorRecipe], measured: Mapping[str, tuple[float, ...]]
+) -> dict[str, Choosing]:
+    """Output tensor to what the recipe's method chose for it; empty for methods that are one."""
+    choose = OPERATORS[recipe.method].choose
+    if choose is None:
+        return {}
+    out = {}
+    for t in merged:
+        rows = tuple(i.params for i in t.inputs)
+        out[t.name] = choose(t.params, rows, measured[t.name])
+    return out

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe_pipeline.analysis import ahead
-from mergepipe_pipeline.analysis.ahead import Buffers
+from mergepipe_pipeline.analysis import stream
+from mergepipe_pipeline.analysis.stream import Buffers
 from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.domain.stats import TensorStats, narrowed, widened
@@ -163,7 +163,7 @@ def test_buffers_do_not_grow_with_the_tensor(tmp_path: Path, k: int) -> None:
         folder = tmp_path / str(windows)
         folder.mkdir()
         experts, base = family(folder, [windows << 13], k, ["F32"])
-        with windows_of(1 << 13), cores(2), mock.patch.object(ahead, "Buffers", make):
+        with windows_of(1 << 13), cores(2), mock.patch.object(stream, "Buffers", make):
             analyze_all([(e, pairs_of(e, base)) for e in experts], base, GRID)
         return [sum(a.nbytes for a in b._bytes) + b._rows.nbytes for b in made]
 
