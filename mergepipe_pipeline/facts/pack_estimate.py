@@ -21,7 +21,7 @@ from mergepipe_pipeline.domain.stats import HIST_SHIFT, TensorStats
 from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.packs.contents import packed_contents, packed_names
-from mergepipe_pipeline.packs.pace import ENCODE_ELEM_S, READ_BYTES_PER_S
+from mergepipe_pipeline.packs.throughput import ENCODE_ELEM_S, READ_BYTES_PER_S
 from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.warehouse import Warehouse
 

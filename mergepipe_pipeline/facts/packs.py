@@ -19,8 +19,8 @@ from mergepipe_pipeline.domain.pack import TIERS, TIERS_OF, PackSource, TensorCo
 from mergepipe_pipeline.domain.recipe import TensorRecipe
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.contents import packed_contents
-from mergepipe_pipeline.packs.pace import DECODE_EXACT_ELEM_S, MERGE_ELEM_S, READ_BYTES_PER_S
 from mergepipe_pipeline.packs.store import Pack, warn_damaged
+from mergepipe_pipeline.packs.throughput import DECODE_EXACT_ELEM_S, MERGE_ELEM_S, READ_BYTES_PER_S
 from mergepipe_pipeline.planner.packed_rows import (
     PackedRow,
     PackGrid,
