@@ -17,7 +17,6 @@ from mergepipe_pipeline.cli.merging import (
     error_text,
     packed_lines,
     selected_lines,
-    strategy_text,
 )
 from mergepipe_pipeline.text import percent, size
 
@@ -121,7 +120,7 @@ def explain(console: Console, what: str, by: str) -> Answer:
 def _plan_lines(plan: MergePlan) -> list[str]:
     e = plan.estimates
     return [
-        f"plan {plan.plan_id[:16]}  {plan.method}, strategy {strategy_text(plan)}, "
+        f"plan {plan.plan_id[:16]}  {plan.method}, strategy {plan.estimates.strategy}, "
         f"{size(e.expert_bytes_planned)} of {size(e.expert_bytes_total)} expert bytes",
         *packed_lines(plan, "from packs "),
         f"error {error_text(plan)}",

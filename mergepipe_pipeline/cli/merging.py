@@ -107,8 +107,7 @@ def planning_options(function: Callable[..., None]) -> Callable[..., None]:
         ),
         click.option(
             "--strategy",
-            help="packs (default where experts have packs), conflict_aware (default for sums of "
-            "deltas), magnitude (default for votes and means) or full.",
+            help="packs (default where experts have packs), magnitude (default otherwise) or full.",
         ),
         click.option(
             "--budget",
@@ -218,7 +217,7 @@ def plan(console: Console, recipe: str, **planning: Any) -> None:
             **asdict(e),
             "egress": [asdict(of_address) for of_address in egress],
         },
-        f"plan {made.plan_id[:16]}  {made.method}, {strategy_text(made)}",
+        f"plan {made.plan_id[:16]}  {made.method}, {made.estimates.strategy}",
         f"  expert bytes   {size(e.expert_bytes_planned)} of {size(e.expert_bytes_total)}"
         f" (budget {size(e.budget_bytes)})",
         *packed_lines(made, "  from packs     "),
@@ -253,14 +252,6 @@ def packed_lines(made: MergePlan, label: str) -> list[str]:
         return []
     stored = e.expert_bytes_planned - e.expert_bytes_packed
     return [f"{label}{size(e.expert_bytes_packed)}, {size(stored)} from the experts themselves"]
-
-
-def strategy_text(made: MergePlan) -> str:
-    """The strategy, and the one whose list it followed instead of its own."""
-    e = made.estimates
-    if e.ranking in (None, e.strategy):
-        return e.strategy
-    return f"{e.strategy} (by {e.ranking}: no worse on samples)"
 
 
 def error_text(made: MergePlan) -> str:

@@ -236,8 +236,7 @@ class Estimates:
     that norm, give or take `predicted_margin` (None: not stated), and `update_norm` that of (merged
     in full − base), of which `update_note` says where it is not known why. `reads` are runs of
     blocks that lie together.
-    `ranking` is the strategy whose list was followed: `strategy` itself (so too if None), or one
-    that it found better here. Of the bytes that are read, `expert_bytes_packed` come from packs, of
+    Of the bytes that are read, `expert_bytes_packed` come from packs, of
     which blocks of `pack_block_elems` elements have a level each (0: of no packs).
     """
 
@@ -255,7 +254,6 @@ class Estimates:
     predicted_error: float | None
     predicted_margin: float | None
     update_norm: float | None
-    ranking: str | None = None
     expert_bytes_packed: int = 0
     pack_block_elems: int = 0
     update_note: str = ""

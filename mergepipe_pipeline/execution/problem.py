@@ -24,15 +24,10 @@ from mergepipe_pipeline.execution.planning import resolve_after_stages
 from mergepipe_pipeline.facts.gather import gather
 from mergepipe_pipeline.planner.bounds import Bound
 from mergepipe_pipeline.planner.candidates import Candidates
-from mergepipe_pipeline.planner.level_selection import (
-    PACKS,
-    LevelProblem,
-    LevelSelection,
-    select_levels,
-)
 from mergepipe_pipeline.planner.levels import Levels
 from mergepipe_pipeline.planner.packed_rows import NOTHING, ORIGINAL
-from mergepipe_pipeline.planner.selection import BlockSelection, PlanningProblem, select_blocks
+from mergepipe_pipeline.planner.selection import PlanningProblem, Selection
+from mergepipe_pipeline.planner.strategies import PACKS
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import parse_plan
@@ -45,26 +40,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SolvedProblem:
-    """A recipe with its planning problem, and what was selected: blocks, or levels of packs.
+    """A recipe with its planning problems, and what was selected for the first of them.
 
-    `problem` is that of blocks, which a selection of levels does without. Experts in
-    `read` had to be analysed first. `egress` is what a merge of
-    a recipe fetches from addresses.
+    Where experts have packs, one of two `problems` reads them and one does not. Experts in `read`
+    had to be analysed first. `egress` is what a merge of a recipe fetches from addresses.
     """
 
     recipe: Recipe
-    problem: PlanningProblem
-    selection: BlockSelection | LevelSelection
+    problems: tuple[PlanningProblem, ...]
+    selection: Selection
     read: tuple[str, ...]
-    level_problem: LevelProblem | None = None
     egress: tuple[Egress, ...] = ()
 
     @property
     def bound(self) -> Bound:
         """The bound of what was selected."""
-        if isinstance(self.selection, LevelSelection):
-            return self.selection.problem.bound(self.selection.levels)
-        return self.problem.bound(self.selection.choice)
+        return self.selection.problem.bound(self.selection.levels)
 
 
 def solve_recipe(
@@ -82,17 +73,10 @@ def solve_recipe(
     """
     resolved, results = resolve_after_stages(warehouse, parsed, progress=progress, **planning)
     inputs = gather(warehouse, resolved, progress, unnamed=results, for_parts=for_parts)
-    recipe, builder = resolved.recipe, inputs.builder()
-    problem, packed = builder.problem(), builder.level_problem()
-    selection: BlockSelection | LevelSelection
-    if packed is not None and recipe.strategy in (None, PACKS):
-        selection = LevelSelection(packed, select_levels(packed, recipe.budget))
-    else:
-        selection = select_blocks(
-            problem, recipe.budget, None if recipe.strategy == PACKS else recipe.strategy
-        )
-    egress = egress_of_recipe(warehouse, resolved)
-    return SolvedProblem(recipe, problem, selection, inputs.read, packed, egress)
+    builder = inputs.builder()
+    selection = builder.selection()
+    problems, egress = builder.problems(selection), egress_of_recipe(warehouse, resolved)
+    return SolvedProblem(resolved.recipe, problems, selection, inputs.read, egress)
 
 
 def solve_plan(warehouse: Warehouse, plan: MergePlan) -> SolvedProblem:
@@ -114,19 +98,14 @@ def solve_plan(warehouse: Warehouse, plan: MergePlan) -> SolvedProblem:
         block_elems=e.block_elems,
         no_packs=plan.request.no_packs,
     )
-    inputs = gather(warehouse, resolved, unnamed=checkpoints, with_blocks=True)
-    builder = inputs.builder()
-    problem, packed = builder.problem(), builder.level_problem()
-    selection: BlockSelection | LevelSelection
-    if e.strategy != PACKS:
-        choice = _levels(problem.candidates, problem.tensors, plan) == ORIGINAL
-        selection = BlockSelection(e.strategy, e.ranking or e.strategy, choice)
-    elif packed is None:
+    inputs = gather(warehouse, resolved, unnamed=checkpoints)
+    if e.strategy == PACKS and not inputs.packs:
         raise _packs_gone(plan)
-    else:
-        levels = _levels(packed.candidates, packed.tensors, plan)
-        selection = LevelSelection(packed, levels)
-    return SolvedProblem(resolved.recipe, problem, selection, inputs.read, packed)
+    builder = inputs.builder()
+    problem = builder.problem(with_packs=e.strategy == PACKS)
+    selection = Selection(problem, e.strategy, _levels(problem.candidates, problem.tensors, plan))
+    problems = builder.problems(selection)
+    return SolvedProblem(resolved.recipe, problems, selection, inputs.read)
 
 
 def _checkpoints(

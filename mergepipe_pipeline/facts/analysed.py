@@ -24,7 +24,7 @@ from mergepipe_pipeline.domain.stats import ExpertStats, Magnitudes, TensorStats
 from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.facts.passes import complete
 from mergepipe_pipeline.operators.steps.sparsify import band_counts, trim_count
-from mergepipe_pipeline.planner.kept_sq_norm import Kept, kept_sq_norm, kurtosis
+from mergepipe_pipeline.planner.kept_sq_norm import Kept, kept_sq_norm
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -64,7 +64,6 @@ class FactTables:
     scales: dict[Place, float] = field(default_factory=dict)
     l1s: dict[Place, float] = field(default_factory=dict)
     kept: dict[Place, Kept] = field(default_factory=dict)
-    kurtosis: dict[Place, float] = field(default_factory=dict)
 
 
 class AnalysedExpert:
@@ -145,17 +144,13 @@ class AnalysedExpert:
             self._add_scales(kind, rescaled, tables)
 
     def add_sq_norms(self, kind: Kind, parts: Sequence[Sparsified], tables: FactTables) -> None:
-        """Add what rules keep of the squared norm, and of random drops how heavy the tails are.
+        """Add what rules keep of the squared norm.
 
         Call it after `add`, where a part of a merge is weighed.
         """
-        for s in (s for s in parts if 0 < s.density < 1):
-            stats = self._with_histogram(s.pair)
-            if kind in ("trim", "band"):
-                rules = tables.trims.get(s.place), tables.outliers.get(s.place)
-                tables.kept[s.place] = kept_sq_norm(stats, self.grid, *rules)
-            else:
-                tables.kurtosis[s.place] = kurtosis(stats)
+        for s in (s for s in parts if 0 < s.density < 1 and kind in ("trim", "band")):
+            rules = tables.trims.get(s.place), tables.outliers.get(s.place)
+            tables.kept[s.place] = kept_sq_norm(self._with_histogram(s.pair), self.grid, *rules)
 
     def _of(self, pair: Pair) -> TensorStats:
         """Statistics of a tensor; blocks and histogram may be missing."""

@@ -15,7 +15,7 @@ from mergepipe_pipeline.concurrency.workers import Workers, prefetch
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests, verify_place
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.model import Model
-from mergepipe_pipeline.domain.operator import Choosing, Fact, Response
+from mergepipe_pipeline.domain.operator import Choosing, Fact
 from mergepipe_pipeline.domain.plan import TensorTask
 from mergepipe_pipeline.domain.recipe import Budget, Recipe, TensorRecipe
 from mergepipe_pipeline.domain.stats import ExpertStats
@@ -23,11 +23,11 @@ from mergepipe_pipeline.facts.analysed import AnalysedExpert, FactTables, Sparsi
 from mergepipe_pipeline.facts.group import measured_facts
 from mergepipe_pipeline.facts.passes import complete
 from mergepipe_pipeline.operators import OPERATORS
-from mergepipe_pipeline.planner.level_selection import PACKS
 from mergepipe_pipeline.planner.packed_rows import Packs
 from mergepipe_pipeline.planner.parts import Method, TensorFacts, is_merged, stored_like
 from mergepipe_pipeline.planner.plan_builder import PlanBuilder, PlanInput
-from mergepipe_pipeline.planner.simulation import Simulate
+from mergepipe_pipeline.planner.samples import Simulate
+from mergepipe_pipeline.planner.strategies import PACKS
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.resolution.resolve import ResolvedRecipe
 from mergepipe_pipeline.resolution.token_rows import Reindexer
@@ -86,13 +86,11 @@ def gather(
     *,
     unnamed: Mapping[str, Checkpoint] | None = None,
     for_parts: bool = False,
-    with_blocks: bool = False,
 ) -> PlanInputs:
     """Register the recipe's checkpoints and analyse what the catalog lacks of them.
 
     Checkpoints in `unnamed` are not registered. Facts that a full merge finds by itself are
-    gathered only for a budget, or with `for_parts`, when other budgets will be looked at;
-    `with_blocks`, when blocks will be, where experts have packs.
+    gathered only for a budget, or with `for_parts`, when other budgets will be looked at.
     """
     recipe = resolved.recipe
     for checkpoint in (c for model in resolved.originals for c in model.checkpoints):
@@ -107,11 +105,9 @@ def gather(
         if warehouse.catalog.digests(c.checkpoint_id) is None:  # what was analysed is known
             ensure_digests(warehouse, c, progress)
     packs = _packs(warehouse, resolved, models, merged, for_parts=for_parts)
-    # Blocks are chosen by sketches, levels without.
-    with_blocks = with_blocks or for_parts or packs is None
-    without = _unneeded(recipe, with_levels=packs is not None, with_blocks=with_blocks)
+    # Histograms are looked at one expert at a time, in `_facts`.
     with Workers(threads.CATALOG) as workers:
-        every = workers.map(lambda e: e.stats(without), experts.values())
+        every = workers.map(lambda e: e.stats(("sketch", "hist")), experts.values())
         stats = dict(zip(experts, every, strict=True))
     measured = measured_facts(warehouse, recipe, models, merged, progress)
     chosen = _choose_operators(recipe, merged, measured)
@@ -125,7 +121,6 @@ def gather(
         chosen=chosen,
         l1s=tables.l1s,
         kept=tables.kept,
-        kurtosis=tables.kurtosis,
     )
     return PlanInputs(resolved, tuple(models), stats, facts, read, packs)
 
@@ -214,27 +209,6 @@ def _complete(experts: Experts, *, is_counted: bool) -> tuple[str, ...]:
     return tuple(read)
 
 
-def _unneeded(recipe: Recipe, *, with_levels: bool, with_blocks: bool) -> tuple[str, ...]:
-    """What planning can do without: sums need no samples, and what is simulated no sketches.
-
-    Levels need samples, and no sketches. Histograms are looked at one expert at a time, in `facts`.
-    """
-    operator = OPERATORS[recipe.method]
-    kinds = _responses(recipe)
-    if not with_blocks:
-        return ("sketch", "hist")
-    if operator.choose is not None or with_levels:
-        return ("hist",)
-    if kinds <= {"vote", "mean"} and operator.schema.base == "required":
-        return ("sketch", "hist")
-    return ("sample", "hist") if kinds == {"additive"} else ("hist",)
-
-
-def _responses(recipe: Recipe) -> set[Response]:
-    operator = OPERATORS[recipe.method]
-    return {operator.response(t.params) for t in recipe.tensors}
-
-
 def _facts(
     recipe: Recipe,
     models: Sequence[Model],
@@ -244,12 +218,8 @@ def _facts(
     *,
     in_full: bool,
 ) -> FactTables:
-    """Facts of single experts that the operators ask for.
-
-    Squared norms weigh parts of a merge, and show how large a sum's update is; other updates are
-    tried on samples.
-    """
-    with_sq_norms = not in_full or "additive" in _responses(recipe)
+    """Facts of single experts that the operators ask for; squared norms weigh parts of a merge."""
+    with_sq_norms = not in_full
     asked = _asked_of_experts(recipe, models, merged, chosen)
     tables = FactTables()
     every = [experts[expert, base] for expert, base, _ in asked]

@@ -1,21 +1,26 @@
-"""How far a budgeted merge can be from the full one at most, from statistics alone.
+"""How far a merge under a plan can be from the full one at most, from statistics alone.
 
 The bound is on ‖W_plan − W_full‖₂ in exact arithmetic, before the cast on write, and always holds.
 Blocks are disjoint, so squares add over output blocks (the same elements of one merged tensor).
+
+What is read of a delta is δ̂, nothing, an approximation or δ itself. It has the sign of δ or is
+zero, and ‖δ − δ̂‖ = ‖r‖ is known, so that |δ̂| ≤ |δ| + |r|. A sum is off by the residuals of its
+deltas. A vote or a trim can turn out otherwise for elements that are approximated: of one expert at
+one place, at most the larger of δ and δ̂ is then missing or too much.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
 from mergepipe_pipeline.arrays import F64Array
 from mergepipe_pipeline.domain.operator import Response
-from mergepipe_pipeline.planner.candidates import Candidates, Choice, Group
+from mergepipe_pipeline.planner.candidates import Choice, Group
+from mergepipe_pipeline.planner.levels import Levels, LevelTable
 
 
 @dataclass(frozen=True)
@@ -47,60 +52,67 @@ _NOTES: dict[Response, str] = {
 }
 
 
-def error_bound(c: Candidates, chosen: Choice, sensitivities: dict[int, Sensitivity]) -> Bound:
-    """The bound for one plan; `sensitivities` by number of the output tensor."""
-    if (chosen | c.zero).all():
+def error_bound(
+    table: LevelTable, levels: Levels, sensitivities: Mapping[int, Sensitivity]
+) -> Bound:
+    """Return the bound of a choice; `sensitivities` are by number of the output tensor."""
+    residual = np.sqrt(table.residual_sq(levels))  # [candidates], as is_near
+    if not residual.any():
         return Bound(0.0, "nothing is omitted")
-    omitted = ((group, group.omitted(chosen)) for group in c.groups())
-    return total_bound(
-        (sensitivity, partial(_of_group, group, sensitivity, choice))
-        for group, choice in omitted
-        if choice.any()
-        for sensitivity in (sensitivities[group.tensor],)
-    )
-
-
-def total_bound(parts: Iterable[tuple[Sensitivity, Callable[[], float]]]) -> Bound:
-    """The bound over output tensors of which something is left out, given the square of each."""
+    is_near = table.is_near(levels) & (residual > 0)
     square, notes = 0.0, set()
-    for sensitivity, squared in parts:
+    for group in table.candidates.groups():
+        leftover = group.table(residual)  # [out_blocks, E]
+        if not leftover.any():
+            continue
+        sensitivity = sensitivities[group.tensor]
         if sensitivity.response == "unbounded":
             return Bound(None, "what is read in one place changes the result in others")
         if sensitivity.has_divisor_zero:
             return Bound(None, "a normalised sign vote with negative weights has no bound")
         notes.add(_NOTES[sensitivity.response])
-        square += squared()
+        square += _of_group(group, sensitivity, leftover, group.table(is_near))
     if not math.isfinite(square):
         return Bound(None, "an expert holds NaN or infinity where something is left out")
     return Bound(math.sqrt(square), " and ".join(sorted(notes)))
 
 
-def _of_group(group: Group, sensitivity: Sensitivity, omitted: Choice) -> float:
-    """The square of the bound for one output tensor."""
-    touched: Choice = np.any(omitted, axis=1)
-    size, omitted = np.abs(group.size[touched]), omitted[touched]
+def _of_group(group: Group, sensitivity: Sensitivity, leftover: F64Array, is_near: Choice) -> float:
+    """The square of one output tensor's bound; `leftover` [out_blocks, E] is ‖r‖."""
+    touched = np.flatnonzero((leftover > 0).any(axis=1))
+    leftover, is_near = leftover[touched], is_near[touched]  # [touched, E], as all below
+    factor = np.abs(group.table(group.candidates.coefficient)[touched])
+    norm: F64Array = group.table(group.candidates.norm)[touched]
+    # The larger of δ and δ̂, at most.
+    either = np.where(is_near, norm + leftover, norm)
     if sensitivity.response == "additive":
-        return float(np.square(np.where(omitted, size, 0.0).sum(axis=1)).sum())
+        # A sum that trims is off by a whole element where only one of both is kept.
+        is_sum = np.array([r.is_sum for r in group.rows])
+        off = np.where(is_near & ~is_sum, either, leftover)
+        return float(np.square((factor * off).sum(axis=1)).sum())
     if np.isnan(sensitivity.reach).any():
-        # Two votes of one sign differ by what is omitted, of two signs by deltas of either sign.
-        return float(np.square(size.sum(axis=1)).sum())
-    return _of_means(group, sensitivity.reach, touched, omitted)
+        # Two votes of one sign differ by what is off, of two signs by deltas of either sign.
+        return float(np.square((factor * either).sum(axis=1)).sum())
+    return _of_means(group, sensitivity.reach, leftover, is_near, np.square(either))
 
 
-def _of_means(group: Group, reach: F64Array, touched: Choice, omitted: Choice) -> float:
+def _of_means(
+    group: Group, reach: F64Array, leftover: F64Array, is_near: Choice, sq_norm: F64Array
+) -> float:
     """A mean m of kept deltas x has m² ≤ max x² ≤ Σx², element by element.
 
     Where nothing is read the error is the full mean. Elsewhere it is the difference of two means:
     no more than the larger, or than that of means m and n of disjoint sets of deltas, for which
-    (m − n)² ≤ 2m² + 2n² ≤ 2Σx². All blocks of an expert together keep at most its `kept_sq_norm`.
+    (m − n)² ≤ 2m² + 2n² ≤ 2Σx². All blocks of an expert together keep at most its `kept_sq_norm`,
+    which does not limit what is approximated.
     """
-    sq_norm = np.square(group.table(group.candidates.norm)[touched])
-    is_part = (~omitted & (sq_norm > 0)).any(axis=1)
+    is_part: Choice = np.any((leftover == 0) & (sq_norm > 0) | is_near, axis=1)  # [touched]
     total = 0.0
     for i, row in enumerate(group.rows):
         cap = row.kept_sq_norm
         for factor, here in ((2, is_part), (1, ~is_part)):
-            part = min(cap, float(sq_norm[here, i].sum()))
-            total += reach[i] ** 2 * factor * part
-            cap -= part
+            near = float(sq_norm[here & is_near[:, i], i].sum())
+            exact = min(cap, float(sq_norm[here & ~is_near[:, i], i].sum()))
+            total += reach[i] ** 2 * factor * (near + exact)
+            cap -= exact
     return total

@@ -13,24 +13,13 @@ from math import inf, isfinite
 import numpy as np
 
 from mergepipe_pipeline.domain.recipe import Budget
-from mergepipe_pipeline.planner.candidates import Choice
-from mergepipe_pipeline.planner.items import spend
-from mergepipe_pipeline.planner.level_selection import (
-    PACKS,
-    LevelProblem,
-    LevelSelection,
+from mergepipe_pipeline.planner.selection import (
+    PlanningProblem,
+    Prediction,
+    Selection,
     levels_for,
 )
-from mergepipe_pipeline.planner.levels import Levels
-from mergepipe_pipeline.planner.predict import Prediction, predict
-from mergepipe_pipeline.planner.selection import BlockSelection, PlanningProblem
-from mergepipe_pipeline.planner.strategies import (
-    STRATEGIES,
-    allowed,
-    is_affordable,
-    rank,
-    refuse_without_base,
-)
+from mergepipe_pipeline.planner.strategies import PACKS, STRATEGIES
 
 #: Shares of the expert bytes that a curve is drawn at.
 SHARES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, *(n / 10 for n in range(3, 11)))
@@ -88,75 +77,63 @@ class BudgetCurve:
 
 
 def budget_curve(
-    q: PlanningProblem,
+    problems: Sequence[PlanningProblem],
     budget: Budget,
-    chosen: BlockSelection | LevelSelection,
+    chosen: Selection,
     shares: Sequence[float] = SHARES,
-    packed: LevelProblem | None = None,
 ) -> BudgetCurve:
-    """The curve at `shares` of the expert bytes, none and all; `chosen` was selected for `budget`.
+    """Draw the curve at `shares` of the expert bytes, none and all.
 
-    Strategies are drawn as their own lists have it, that of packs where experts have some. Budgets
-    that do not cover what the recipe pins are left out. Raises BudgetError where there is no base
-    to differ from.
+    `chosen` was selected for `budget`. Strategies are drawn as their own lists have it: that of
+    packs for a problem with packs, the others for one without. Budgets that do not cover what the
+    recipe pins are left out. Raises BudgetError where there is no base to differ from.
     """
-    c = q.candidates
-    refuse_without_base(c, int(c.nbytes.sum()), 0)
-    total = int(c.nbytes.sum())
-    named = PACKS if isinstance(chosen, LevelSelection) else chosen.strategy
-    best = named if named in (PACKS, *STRATEGIES) else q.usual_strategy
+    total = int(chosen.problem.candidates.nbytes.sum())
     budgets = {
         s: replace(budget, nbytes=None, error=None, fraction=s) for s in sorted({0.0, *shares, 1.0})
     }
-    points = _block_points(q, [*budgets.values()])
-    points += _level_points(packed, [*budgets.values()]) if packed else []
+    points = [
+        point
+        for q in problems
+        for strategy in STRATEGIES
+        if (strategy == PACKS) == (q.pace is not None)
+        for point in _points(q, strategy, [*budgets.values()])
+    ]
+    best = chosen.strategy if chosen.strategy in STRATEGIES else chosen.problem.usual_strategy
     points.sort(key=lambda p: p.strategy != best)
     drawn = {p.budget_bytes for p in points}
-    # As the plan's promise: nearer than the curve, and too slow for all of it.
-    none = np.zeros(len(c.row), np.bool_)
-    if isinstance(chosen, LevelSelection):
-        (update,) = predict(c, [none], replay=True) or []
-        (own,) = chosen.problem.predict([chosen.levels]) or []
-        point = _level_point(chosen.problem, budget.resolve(total), chosen.levels, own)
-    else:
-        blocks, update = predict(c, [chosen.choice, none], replay=True) or []
-        point = _point(q, chosen.strategy, budget.resolve(total), chosen.choice, blocks)
+    own, update = chosen.problem.predict([chosen.levels, np.zeros_like(chosen.levels)]) or []
     return BudgetCurve(
         nbytes_total=total,
         update_norm=update.error,
         points=tuple(points),
-        chosen=point,
+        chosen=_point(chosen, budget.resolve(total), own),
         best=best,
         knee=knee_of([p for p in points if p.strategy == best]),
         left_out=tuple(s for s, b in budgets.items() if b.resolve(total) not in drawn),
     )
 
 
-def _block_points(q: PlanningProblem, budgets: Sequence[Budget]) -> list[Point]:
-    """The points of all strategies that buy whole blocks."""
-    c, total = q.candidates, int(q.candidates.nbytes.sum())
-    cases = [(name, budget) for name in STRATEGIES for budget in budgets]
-    made = [
-        (name, b, choice)
-        for (name, b), choice in zip(cases, _choices(q, cases), strict=True)
-        if choice is not None
-    ]
-    predictions = predict(c, [choice for _, _, choice in made]) or []
-    return [
-        _point(q, name, b.resolve(total), choice, prediction)
-        for (name, b, choice), prediction in zip(made, predictions, strict=True)
-    ]
-
-
-def _level_points(q: LevelProblem, budgets: Sequence[Budget]) -> list[Point]:
-    """The points of the strategy that buys levels."""
+def _points(q: PlanningProblem, strategy: str, budgets: Sequence[Budget]) -> list[Point]:
+    """The points of one strategy."""
     total = int(q.candidates.nbytes.sum())
-    made = [(b.resolve(total), levels) for b, levels in levels_for(q, budgets)]
-    errors = q.predict([levels for _, levels in made]) or []
+    made = [(b, Selection(q, strategy, levels)) for b, levels in levels_for(q, strategy, budgets)]
+    predictions = q.predict([s.levels for _, s in made]) or []
     return [
-        _level_point(q, nbytes, levels, error)
-        for (nbytes, levels), error in zip(made, errors, strict=True)
+        _point(selection, b.resolve(total), prediction)
+        for (b, selection), prediction in zip(made, predictions, strict=True)
     ]
+
+
+def _point(s: Selection, budget_bytes: int | None, prediction: Prediction) -> Point:
+    return Point(
+        strategy=s.strategy,
+        budget_bytes=budget_bytes,
+        nbytes=int(s.problem.table.nbytes(s.levels).sum()),
+        error=prediction.error,
+        margin=prediction.margin,
+        bound=s.problem.bound(s.levels).value,
+    )
 
 
 def knee_of(points: Sequence[Point]) -> Point | None:
@@ -176,52 +153,3 @@ def knee_of(points: Sequence[Point]) -> Point | None:
         sag = 1 - (nbytes - nbytes[0]) / width - (error - error[-1]) / height
     at = int(sag.argmax())
     return points[at] if sag[at] > _LEAST_BEND else None
-
-
-def _choices(q: PlanningProblem, cases: Sequence[tuple[str, Budget]]) -> list[Choice | None]:
-    """What each strategy covers under each budget; None where the pins alone cost more."""
-    c = q.candidates
-    ranked = {}
-    out: list[Choice | None] = []
-    for strategy, budget in cases:
-        constraints = q.constraints(budget)
-        useful = allowed(c, constraints)
-        if int(c.nbytes[constraints.pinned & ~c.zero].sum()) > constraints.budget_bytes:
-            out.append(None)
-        elif is_affordable(c, useful, constraints):
-            out.append(useful)
-        else:
-            if strategy not in ranked:
-                ranked[strategy] = rank(c, strategy, useful & ~constraints.pinned)
-            out.append(spend(c, *ranked[strategy], constraints))
-    return out
-
-
-def _point(
-    q: PlanningProblem,
-    strategy: str,
-    budget_bytes: int | None,
-    choice: Choice,
-    prediction: Prediction,
-) -> Point:
-    nbytes = int(q.candidates.nbytes[choice].sum())
-    bound = q.bound(choice).value
-    return Point(
-        strategy=strategy,
-        budget_bytes=budget_bytes,
-        nbytes=nbytes,
-        error=prediction.error,
-        margin=prediction.margin,
-        bound=bound,
-    )
-
-
-def _level_point(q: LevelProblem, budget_bytes: int | None, levels: Levels, error: float) -> Point:
-    return Point(
-        strategy=PACKS,
-        budget_bytes=budget_bytes,
-        nbytes=int(q.table.nbytes(levels).sum()),
-        error=error,
-        margin=None,
-        bound=q.bound(levels).value,
-    )

@@ -6,16 +6,16 @@ from the catalog's statistics; nothing is read here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from mergepipe_pipeline.arrays import BoolArray, F64Array, I64Array, U16Array
+from mergepipe_pipeline.arrays import BoolArray, F64Array, I64Array
 from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.planner.packed_rows import RowLevels
 
@@ -31,9 +31,9 @@ class Row:
     cᵢ of δᵢ. `block_*` have one entry per block of the grid, or are None without a base to differ
     from; `block_sq_norm` is the expected part of ‖δ‖² that a sparsifying method keeps, and
     `kept_sq_norm` what all blocks together can keep at most. `keep` is the probability with which a
-    random drop keeps an element, `kurtosis` N·Σδ⁴/(Σδ²)². `is_sum`: the merge adds c·δ, or what a
-    random drop leaves of it. `bundle_nbytes`: the row can only be read whole, for so many bytes
-    (an adapter's factors); None where each block has its own. `levels`: what a pack has of it.
+    random drop keeps an element. `is_sum`: the merge adds c·δ, or what a random drop leaves of it.
+    `bundle_nbytes`: the row can only be read whole, for so many bytes (an adapter's factors); None
+    where each block has its own. `levels`: what a pack has of it.
     """
 
     tensor: int
@@ -44,45 +44,12 @@ class Row:
     coefficient: float
     block_l2sq: F64Array | None
     block_nonzero: I64Array | None
-    block_sketch: U16Array | None = None
     block_sq_norm: F64Array | None = None
     kept_sq_norm: float = np.inf
     keep: float = 1.0
-    kurtosis: float = 3.0
     is_sum: bool = True
     bundle_nbytes: int | None = None
     levels: RowLevels | None = None
-
-
-@dataclass(frozen=True)
-class Curve:
-    """How a tensor's error falls as more of what the experts change is read, as simulated.
-
-    With a share `share[n]` of the squared norm read (ascending from 0 to 1), `residual[n]` of the
-    squared update is wrong (1 for nothing read, 0 in the end; more than 1 where a part is worse
-    than nothing). The squared update is `factor` times the squared norm.
-    """
-
-    share: F64Array
-    residual: F64Array
-    factor: float
-
-
-class SimulatedErrors(Protocol):
-    """Tensors whose merge is no sum of deltas, as tried on samples, by number."""
-
-    @property
-    def curves(self) -> Mapping[int, Curve]:
-        """How each one's error falls."""
-        ...
-
-    def squares(self, tensor: int, omitted: Sequence[Choice]) -> F64Array | None:
-        """Squared errors of leaving out just these blocks, [out_blocks, E] each.
-
-        [choices, parts]: every part of the samples estimates them for itself. Slower and nearer
-        than the curve. None where samples tell nothing.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -90,22 +57,18 @@ class Candidates:
     """Flat arrays over all (row, block), ordered by row, then block.
 
     `out_block` numbers (output tensor, block): candidates of one output block are the same elements
-    of the merged tensor. `nbytes` is the cost, `gain` ‖c·δ‖², `zero` marks deltas known to be all
-    zero. `unit` numbers what is read together: a candidate alone, or a bundled row, whose bytes
-    stand at its first candidate. `first` and `first_out_block` are the first candidate of each row
-    and the first output block of each tensor. `simulations` are of tensors whose merge is
-    no sum of deltas, if any.
+    of the merged tensor. `nbytes` is the cost of the stored elements, `gain` ‖c·δ‖², `zero` marks
+    deltas known to be all zero. `unit` numbers what is read together: a candidate alone, or a
+    bundled row, whose bytes stand at its first candidate. `first` is each row's first candidate.
     """
 
     rows: tuple[Row, ...]
     grid: BlockGrid
-    simulations: SimulatedErrors | None
     row: I64Array
     block: I64Array
     out_block: I64Array
     n_out_blocks: int
     first: I64Array
-    first_out_block: I64Array
     nbytes: I64Array
     norm: F64Array
     sq_norm: F64Array
@@ -114,36 +77,11 @@ class Candidates:
     unit: I64Array
     n_units: int
 
-    @property
-    def curves(self) -> Mapping[int, Curve]:
-        """The simulations' curves by number of the tensor."""
-        return self.simulations.curves if self.simulations else {}
-
-    @cached_property
-    def unit_nbytes(self) -> I64Array:
-        """Cost of each unit in bytes."""
-        return np.bincount(self.unit, self.nbytes, self.n_units).astype(np.int64)
-
-    @cached_property
-    def unit_gain(self) -> F64Array:
-        """‖c·δ‖² of each unit."""
-        return np.bincount(self.unit, self.gain, self.n_units).astype(np.float64)
-
     @cached_property
     def unit_zero(self) -> Choice:
         """Units whose deltas are known to be all zero."""
         zero: Choice = np.bincount(self.unit, ~self.zero, self.n_units) == 0
         return zero
-
-    @cached_property
-    def unit_first(self) -> I64Array:
-        """The first candidate of each unit."""
-        return np.flatnonzero(np.diff(self.unit, prepend=-1))
-
-    @cached_property
-    def is_bundled(self) -> Choice:
-        """Candidates that cannot be read alone."""
-        return np.array([r.bundle_nbytes is not None for r in self.rows], np.bool_)[self.row]
 
     @cached_property
     def expert(self) -> I64Array:
@@ -191,37 +129,6 @@ class Group:
         """Blocks of the longest expert."""
         return max(int(s.stop - s.start) for s in self.slices)
 
-    @property
-    def first_out_block(self) -> int:
-        """The output block of the first row of the table."""
-        return int(self.candidates.first_out_block[self.tensor])
-
-    @cached_property
-    def members(self) -> I64Array:
-        """[out_blocks, E] candidate numbers, −1 where an expert has no such block."""
-        out = np.full((self.n_out_blocks, len(self.slices)), -1, np.int64)
-        for i, s in enumerate(self.slices):
-            out[: s.stop - s.start, i] = np.arange(s.start, s.stop)
-        return out
-
-    @cached_property
-    def size(self) -> F64Array:
-        """[out_blocks, E] of c·‖δ‖, with the sign of c."""
-        size: F64Array = self.table(self.candidates.coefficient) * self.table(self.candidates.norm)
-        return size
-
-    @cached_property
-    def kept(self) -> F64Array:
-        """[out_blocks, E]: the expected share of the squared norm that sparsifying keeps."""
-        whole, kept = np.square(self.size), self.table(self.candidates.sq_norm)
-        is_known = (whole > 0) & np.isfinite(whole) & np.isfinite(kept)
-        return np.divide(kept, whole, where=is_known, out=np.ones_like(whole))
-
-    def omitted(self, choice: Choice) -> Choice:
-        """[out_blocks, E]: candidates that are left out although they change something."""
-        spared: Choice = self.table(choice) | self.table(self.candidates.zero) | (self.members < 0)
-        return ~spared
-
     def table(self, values: npt.NDArray[S]) -> npt.NDArray[S]:
         """[out_blocks, E] of an array over candidates, 0 where an expert has no such block."""
         out = np.zeros((self.n_out_blocks, len(self.slices)), values.dtype)
@@ -230,9 +137,7 @@ class Group:
         return out
 
 
-def lay_out(
-    rows: Sequence[Row], grid: BlockGrid, simulations: SimulatedErrors | None = None
-) -> Candidates:
+def lay_out(rows: Sequence[Row], grid: BlockGrid) -> Candidates:
     """The candidates of `rows` on `grid`. Unknown statistics count as infinitely worth having."""
     counts = np.array([grid.count(r.numel) for r in rows], dtype=np.int64)  # [rows]
     first = np.cumsum(counts) - counts  # [rows]
@@ -246,13 +151,11 @@ def lay_out(
     return Candidates(
         rows=tuple(rows),
         grid=grid,
-        simulations=simulations,
         row=row,
         block=block,
         out_block=first_out_block[tensor] + block,
         n_out_blocks=n_out_blocks,
         first=first,
-        first_out_block=first_out_block,
         nbytes=nbytes,
         norm=np.sqrt(l2sq),
         sq_norm=_kept_sq_norm(rows, first, counts, l2sq, coefficient),

@@ -1,9 +1,12 @@
-"""The upgrades of a block worth buying: the lower convex hull of what its levels leave over bytes.
+"""The upgrades of a block worth buying, and which of them a budget covers; compiled.
 
-Compiled: a large merge has millions of blocks.
+What is worth buying is the lower convex hull of what a block's levels leave over their bytes. A
+large merge has millions of blocks.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,83 +15,92 @@ from mergepipe_pipeline.arrays import BoolArray, F32Array, F64Array, I32Array, I
 from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.planner.packed_rows import ORIGINAL
 
-Sizes = U32Array
-
-
-#: What is not finite counts as this much.
-HUGE = 1e100
 #: Savings per byte that differ by less are equal.
 _ROUNDING = 1e-9
 
 
+class RowBlocks(NamedTuple):
+    """The blocks of one row: what can be read of each, and what that leaves.
+
+    `worth` [blocks], finite, is what nothing read leaves; a level leaves the share residual_sq /
+    `delta_sq` of it. `nbytes` and `residual_sq` [levels, blocks] are a pack's, of which [levels]
+    are `usable` and `exact`; without a pack there are no levels. The stored elements cost
+    `stored_nbytes` [blocks]. Only blocks that are `free` [blocks] can be bought.
+    """
+
+    worth: F64Array
+    delta_sq: F64Array
+    stored_nbytes: I64Array
+    free: BoolArray
+    nbytes: U32Array
+    residual_sq: F32Array
+    usable: BoolArray
+    exact: BoolArray
+
+
+class Upgrades(NamedTuple):
+    """Upgrades, [upgrades] each: a candidate to a level for so many more bytes, and what it saves.
+
+    Those of a candidate stand together and in order.
+    """
+
+    candidate: I32Array
+    level: npt.NDArray[np.int8]
+    nbytes: I64Array
+    saved: F64Array
+
+
 @cached_njit(nogil=True)
-def _residual(whole: float, residual_sq: float, delta_sq: float, exact: bool) -> float:
-    """What a level leaves of `whole`; infinite where its residual is not known."""
-    if not np.isfinite(residual_sq):
+def _left(row: RowBlocks, k: int, b: int) -> float:
+    """What level `k` of a pack leaves of block `b`; infinite where it cannot be used."""
+    residual_sq, delta_sq = row.residual_sq[k, b], row.delta_sq[b]
+    if not row.usable[k] or not np.isfinite(residual_sq):
         return np.inf
-    if exact:
+    if row.exact[k]:
         return 0.0
     if np.isfinite(delta_sq) and delta_sq > 0:
-        return whole * min(residual_sq / delta_sq, 1.0)
+        return float(row.worth[b] * min(residual_sq / delta_sq, 1.0))
     return np.inf
 
 
 @cached_njit(nogil=True)
-def row_upgrades(
-    nbytes: Sizes,
-    residual_sq: F32Array,
-    usable: BoolArray,
-    exact: BoolArray,
-    stored_nbytes: I64Array,
-    delta_sq: F64Array,
-    worth: F64Array,
-    free: BoolArray,
-    first: int,
-    at: int,
-    candidate: I32Array,
-    level: npt.NDArray[np.int8],
-    cost: I64Array,
-    saved: F64Array,
-) -> int:
-    """Write a row's upgrades behind place `at` of the last four arrays; gives the place after them.
+def row_upgrades(row: RowBlocks, first: int, out: Upgrades, at: int) -> int:
+    """Write a row's upgrades to `out` from place `at` on; return the place after them.
 
-    `nbytes` and `residual_sq` [levels, blocks] are the pack's, with the levels that are `usable`
-    and `exact`; of no pack, there are no levels. `worth` [blocks] is what nothing read leaves, of
-    which a level leaves the share residual_sq / `delta_sq`. Upgrades of a block stand in order;
-    each is for the candidate `first` + block, to a level as numbered in `levels`, for `cost` more
-    bytes, and saves `saved`. The stored elements, `stored_nbytes`, are the last level.
+    The row's candidates are numbered from `first` on.
     """
-    count = len(nbytes)
-    size, residual = np.empty(count + 1, np.int64), np.empty(count + 1)
-    for b in range(len(stored_nbytes)):
-        if not free[b]:
+    count = len(row.nbytes)
+    size, left = np.empty(count + 1, np.int64), np.empty(count + 1)  # [levels and stored]
+    for b in range(len(row.worth)):
+        if not row.free[b]:
             continue
-        whole = min(worth[b], HUGE) if worth[b] == worth[b] else HUGE
         for k in range(count):
-            rest = _residual(whole, residual_sq[k, b], delta_sq[b], exact[k])
-            size[k], residual[k] = nbytes[k, b], rest if usable[k] else np.inf
-        size[count], residual[count] = stored_nbytes[b], 0.0
-        have, spent = whole, 0
+            size[k], left[k] = row.nbytes[k, b], _left(row, k, b)
+        size[count], left[count] = row.stored_nbytes[b], 0.0
+        have, spent = row.worth[b], 0
         while have > 0:
             best, most = -1, 0.0
             for k in range(count + 1):
-                if residual[k] < have:
-                    slope = (have - residual[k]) / max(size[k] - spent, 1e-3)
+                if left[k] < have:
+                    slope = (have - left[k]) / max(size[k] - spent, 1e-3)
                     if slope > most * (1 + _ROUNDING):
                         best, most = k, slope
             if best < 0:
                 break
-            candidate[at] = first + b
-            level[at] = ORIGINAL if best == count else 1 + best
-            cost[at], saved[at] = size[best] - spent, have - residual[best]
-            have, spent = residual[best], size[best]
+            out.candidate[at] = first + b
+            out.level[at] = ORIGINAL if best == count else 1 + best
+            out.nbytes[at], out.saved[at] = size[best] - spent, have - left[best]
+            have, spent = left[best], size[best]
             at += 1
     return at
 
 
 @cached_njit(nogil=True)
 def at_levels(
-    levels: npt.NDArray[np.int8], table: Sizes | F32Array, skip: BoolArray, out: F64Array | I64Array
+    levels: npt.NDArray[np.int8],
+    table: U32Array | F32Array,
+    skip: BoolArray,
+    out: F64Array | I64Array,
 ) -> None:
     """Set `out` [blocks] to a pack's `table` [levels, blocks] at each block's level.
 
@@ -98,3 +110,42 @@ def at_levels(
         number = levels[b]
         if 0 < number < ORIGINAL and not skip[number - 1]:
             out[b] = table[number - 1, b]
+
+
+@cached_njit(nogil=True)
+def falling(worth: F64Array, candidate: I32Array) -> F64Array:
+    """`worth` made to fall from one upgrade of a candidate to the next: the least so far."""
+    out = worth.copy()
+    for p in range(1, len(out)):
+        if candidate[p] == candidate[p - 1]:
+            out[p] = min(out[p], out[p - 1])
+    return out
+
+
+@cached_njit(nogil=True)
+def affordable(
+    candidate: I32Array,
+    nbytes: I64Array,
+    expert: I64Array,
+    n_candidates: int,
+    budget_bytes: int,
+    caps: I64Array,
+) -> BoolArray:
+    """Which upgrades [upgrades] fit, going down a list that is sorted by worth.
+
+    One that fits neither the budget nor its expert's cap (`caps` [experts]) is passed over, and
+    with it all further ones of its candidate.
+    """
+    fits = np.zeros(len(nbytes), np.bool_)
+    closed = np.zeros(n_candidates, np.bool_)
+    remaining, room = budget_bytes, caps.copy()
+    for p in range(len(nbytes)):
+        if closed[candidate[p]]:
+            continue
+        fits[p] = nbytes[p] <= min(remaining, room[expert[p]])
+        if fits[p]:
+            remaining -= nbytes[p]
+            room[expert[p]] -= nbytes[p]
+        else:
+            closed[candidate[p]] = True
+    return fits

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from mergepipe_pipeline.arrays import F64Array, U16Array
+from mergepipe_pipeline.arrays import F32Array, F64Array, I64Array, U16Array
 from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.domain.plan import TrimRule
 from mergepipe_pipeline.domain.stats import HIST_SHIFT, TensorStats
+from mergepipe_pipeline.jit import cached_njit
 
 
 @dataclass(frozen=True)
@@ -26,19 +28,34 @@ class Kept:
     most: float
 
 
+class _Delta(NamedTuple):
+    """A tensor's histogram [bins] and its blocks [blocks].
+
+    `bins` are occupied by `counts` of |δ|; by bin [all bins], they start at `lower` and have their
+    middle at `middle`. `numel` elements, `block_elems` a block, have the squared norm `l2sq`.
+    """
+
+    bins: U16Array
+    counts: I64Array
+    lower: F64Array
+    middle: F64Array
+    block_l2sq: F64Array
+    block_max_abs: F32Array
+    block_elems: int
+    numel: int
+    l2sq: float
+
+
 def kept_sq_norm(
     stats: TensorStats, grid: BlockGrid, trim: TrimRule | None, outliers: TrimRule | None
 ) -> Kept:
-    """What is kept of δ above threshold `trim` and not above `outliers` (None: no threshold)."""
+    """Estimate what is kept of δ above `trim` and not above `outliers` (None: no threshold)."""
     if not 0 < stats.l2sq < np.inf:
         return Kept(stats.block_l2sq, stats.l2sq if stats.l2sq == 0 else np.inf)
-    from mergepipe_pipeline.planner.compiled import keep
-
-    sq_norm = np.empty(len(stats.block_l2sq))
     bins = stats.hist_bins
     lowest = trim.threshold_bits >> HIST_SHIFT if trim else 0
     highest = outliers.threshold_bits >> HIST_SHIFT if outliers else int(bins[-1])
-    most = keep(
+    delta = _Delta(
         bins,
         stats.hist_counts,
         *_edges(),
@@ -47,19 +64,68 @@ def kept_sq_norm(
         grid.block_elems,
         stats.numel,
         stats.l2sq,
-        (_magnitude(trim, 0.0), _magnitude(outliers, np.inf)),
-        (lowest, highest),
-        sq_norm,
     )
-    return Kept(sq_norm, most)
+    sq_norm = np.empty(len(stats.block_l2sq))
+    limits = (_magnitude(trim, 0.0), _magnitude(outliers, np.inf))
+    return Kept(sq_norm, _keep(delta, limits, (lowest, highest), sq_norm))
 
 
-def kurtosis(stats: TensorStats) -> float:
-    """N·Σδ⁴/(Σδ²)² of the whole tensor: 3 for normal deltas, N/n where n equal ones differ."""
-    square = np.square(_edge(stats.hist_bins, 0.5))
-    second = float((stats.hist_counts * square).sum())
-    fourth = float((stats.hist_counts * np.square(square)).sum())
-    return stats.numel * fourth / second**2 if stats.l2sq > 0 else 3.0
+@cached_njit(nogil=True)
+def _keep(
+    delta: _Delta, limits: tuple[float, float], kept_bins: tuple[int, int], sq_norm: F64Array
+) -> float:
+    """Fill `sq_norm` [blocks] with what is kept of δ's from `limits[0]` up to `limits[1]`.
+
+    Return the most that bins `kept_bins[0]` to `kept_bins[1]` can hold.
+    """
+    bins, l2sq = delta.bins, delta.l2sq
+    n = len(bins)
+    edges, above = np.zeros(n + 1), np.zeros(n + 1)
+    edges[n] = delta.lower[bins[n - 1] + 1]
+    most = 0.0
+    for k in range(n - 1, -1, -1):
+        edges[k] = delta.lower[bins[k]]
+        above[k] = above[k + 1] + delta.counts[k] * delta.middle[bins[k]] ** 2
+        if kept_bins[0] <= bins[k] <= kept_bins[1]:
+            # No element is larger than the upper edge of its bin.
+            most += delta.counts[k] * delta.lower[bins[k] + 1] ** 2
+    most = min(most, l2sq * (1 + 1e-9))
+    if above[0] > 0:
+        above /= above[0]
+    mean, total = np.sqrt(l2sq / delta.numel), 0.0
+    for b in range(len(sq_norm)):
+        length = min(delta.block_elems, delta.numel - b * delta.block_elems)
+        own = np.sqrt(delta.block_l2sq[b] / length)
+        stretch = mean / own if own > 0 else 1.0
+        sq_norm[b] = 0.0
+        if delta.block_max_abs[b] >= limits[0]:
+            sq_norm[b] = delta.block_l2sq[b] * _share(edges, above, limits, stretch)
+        total += sq_norm[b]
+    # Blocks also differ in shape: the sum over all of them has to be what the histogram says.
+    expected = min(most, l2sq * _share(edges, above, limits, 1.0))
+    scale = expected / total if total > 0 else 1.0
+    for b in range(len(sq_norm)):
+        sq_norm[b] = min(delta.block_l2sq[b], sq_norm[b] * scale)
+    return most
+
+
+@cached_njit(nogil=True)
+def _share(edges: F64Array, above: F64Array, limits: tuple[float, float], stretch: float) -> float:
+    """The share of the squared norm between both limits, stretched."""
+    low, high = limits
+    return max(_above(edges, above, low * stretch) - _above(edges, above, high * stretch), 0.0)
+
+
+@cached_njit(nogil=True)
+def _above(edges: F64Array, above: F64Array, magnitude: float) -> float:
+    """`above` at a magnitude, straight from edge to edge."""
+    k = np.searchsorted(edges, magnitude, side="right")
+    if k == 0:
+        return float(above[0])
+    if k == len(edges):
+        return float(above[-1])
+    part = (magnitude - edges[k - 1]) / (edges[k] - edges[k - 1])
+    return float(above[k - 1] + part * (above[k] - above[k - 1]))
 
 
 def _magnitude(rule: TrimRule | None, default: float) -> float:
@@ -73,8 +139,9 @@ def _edges() -> tuple[F64Array, F64Array]:
     return _edge(bins, 0), _edge(bins, 0.5)
 
 
-def _edge(bins: npt.NDArray[np.uint64] | U16Array, part: float) -> F64Array:
-    bits = (bins.astype(np.uint64) << np.uint64(HIST_SHIFT)) + np.uint64(part * (1 << HIST_SHIFT))
+def _edge(bins: npt.NDArray[np.uint64], part: float) -> F64Array:
+    """The magnitude at a part of each bin's width."""
+    bits = (bins << np.uint64(HIST_SHIFT)) + np.uint64(part * (1 << HIST_SHIFT))
     largest = np.uint64(np.finfo(np.float32).max.view(np.uint32))
     edges: F64Array = (
         np.minimum(bits, largest).astype(np.uint32).view(np.float32).astype(np.float64)

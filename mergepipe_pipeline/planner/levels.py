@@ -22,16 +22,6 @@ from mergepipe_pipeline.planner.packed_rows import NO_LEVELS, NOTHING, ORIGINAL,
 Levels = npt.NDArray[np.int8]
 
 
-def level_name(number: int) -> str:
-    """What a level of a choice is called: "stored" for the stored elements, "" for nothing."""
-    return ("", *TIERS, "stored")[number]
-
-
-def originals(choice: Choice) -> Levels:
-    """The levels of a choice of whole blocks."""
-    return np.where(choice, np.int8(ORIGINAL), np.int8(NOTHING))
-
-
 @dataclass(frozen=True)
 class LevelTable:
     """What candidates cost and leave at every level. Arrays are [candidates]."""
@@ -88,7 +78,7 @@ class LevelTable:
         With `pace` a row is read from its pack only if that is also faster, or the only way.
         """
         c = self.candidates
-        out = originals(~c.zero)
+        out = np.where(c.zero, np.int8(NOTHING), np.int8(ORIGINAL))
         for row, cut in zip(c.rows, c.row_slices(), strict=True):
             if row.levels is None:
                 continue

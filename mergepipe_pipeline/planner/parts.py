@@ -1,7 +1,7 @@
-"""The merged output tensors of a recipe as the planner sees them: rows, curves and sensitivities.
+"""The merged output tensors of a recipe as the planner sees them: rows, samples and sensitivities.
 
 Joins the recipe with the catalog's facts. What is read is decided in `strategies`, what it leads
-to in `predict` and `bounds`; `build` makes the tasks.
+to in `samples` and `bounds`; `plan_builder` makes the tasks.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from mergepipe_pipeline.domain.stats import SAMPLE_WIDTH, ExpertStats, TensorSta
 from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.dtypes import FLOATING, itemsize
 from mergepipe_pipeline.planner.bounds import Sensitivity
-from mergepipe_pipeline.planner.candidates import Candidates, Row, lay_out
+from mergepipe_pipeline.planner.candidates import Row, lay_out
 from mergepipe_pipeline.planner.constraints import is_kept
 from mergepipe_pipeline.planner.kept_sq_norm import Kept
-from mergepipe_pipeline.planner.simulation import Simulate, Simulation, Simulations
+from mergepipe_pipeline.planner.levels import LevelTable
+from mergepipe_pipeline.planner.packed_rows import Packs, row_levels
+from mergepipe_pipeline.planner.samples import Samples, Simulate
 
 #: A sum of weights that is nearer to one is one: 0.7 + 0.2 + 0.1.
 _ROUNDING = 1e-6
@@ -53,8 +55,7 @@ class TensorFacts:
 
     `chosen`: the operator, its parameters per tensor and per model, and the reason, where the
     recipe's method leaves the choice open. `l1s` are norms of deltas whose scale is a guess. `kept`
-    is what `trims` and `outliers` keep (absent: all), `kurtosis` that of deltas which random drops
-    thin out (absent: 3).
+    is what `trims` and `outliers` keep (absent: all).
     """
 
     trims: Mapping[tuple[str, int], TrimRule]
@@ -64,7 +65,6 @@ class TensorFacts:
     chosen: Mapping[str, Choosing]
     l1s: Mapping[tuple[str, int], float] = field(default_factory=dict)
     kept: Mapping[tuple[str, int], Kept] = field(default_factory=dict)
-    kurtosis: Mapping[tuple[str, int], float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ def out_dtype(recipe: Recipe, t: TensorRecipe, models: Sequence[Model]) -> str:
 
 
 class Parts:
-    """The parts of one recipe with their candidates; `stats` by (expert's model number, base's)."""
+    """The parts of one recipe; `stats`, on `grid`, are by (expert's model number, base's)."""
 
     def __init__(
         self,
@@ -120,17 +120,26 @@ class Parts:
         self._stats, self._facts, self._grid = stats, facts, grid
         self.all = [self._part(t) for t in recipe.tensors if is_merged(t, models)]
 
-    def candidates(self) -> Candidates:
-        """All that could be read."""
+    def table(self, packs: Packs | None = None) -> LevelTable:
+        """Lay out all that could be read; with `packs` on their grid of whole chunks."""
+        grid = packs.grid if packs else self._grid
         rows: list[Row] = []
-        alike: dict[str, dict[int, Simulation]] = {}
         for number, part in enumerate(self.all):
-            own = self.rows(number, part)
-            simulation = self._simulation(part, own)
-            if simulation is not None:
-                alike.setdefault(part.operator, {})[number] = simulation
-            rows += own
-        return lay_out(rows, self._grid, Simulations(list(alike.values())) if alike else None)
+            own = self._rows(number, part)
+            rows += [self._packed(part, i, r, packs) for i, r in enumerate(own)] if packs else own
+        return LevelTable(lay_out(rows, grid))
+
+    def samples(self, table: LevelTable) -> dict[int, Samples]:
+        """Return the samples of each part whose statistics are all known, by number."""
+        by_tensor = {}
+        for group in table.candidates.groups():
+            part = self.all[group.tensor]
+            stats = [self._stats_of(part.recipe, i) for i in range(len(group.rows))]
+            present = [s.block_sample for s in stats if s is not None]
+            if len(present) == len(stats):
+                grids = table.candidates.grid, self._grid
+                by_tensor[group.tensor] = Samples(group.rows, present, *grids, self._simulate(part))
+        return by_tensor
 
     def sensitivities(self) -> dict[int, Sensitivity]:
         """How each part responds to what is left out, by number."""
@@ -167,7 +176,7 @@ class Parts:
             shape=stored_like(t, self._models).shape,
         )
 
-    def stats_of(self, t: TensorRecipe, number: int) -> TensorStats | None:
+    def _stats_of(self, t: TensorRecipe, number: int) -> TensorStats | None:
         """Statistics of an input, None where it has no base to differ from."""
         entry = t.inputs[number]
         if t.base is None:
@@ -175,7 +184,7 @@ class Parts:
         stats = self._stats.get((entry.model, t.base.model))
         return stats.by_pair.get((entry.tensor, t.base.tensor)) if stats else None
 
-    def rows(self, number: int, part: Part) -> list[Row]:
+    def _rows(self, number: int, part: Part) -> list[Row]:
         """A row per input of a part, in order; none of what is copied."""
         t = part.recipe
         if part.operator == "copy":
@@ -183,11 +192,11 @@ class Parts:
         coefficients = self._methods[part.operator].coefficients(
             part.params, part.model_params, part.facts
         )
-        is_sum = self.is_sum(part)
+        is_sum = self._is_sum(part)
         rows = []
         for i, (entry, c) in enumerate(zip(t.inputs, coefficients, strict=True)):
             view = self._models[entry.model].views[entry.tensor]
-            s, place = self.stats_of(t, i), (t.name, i)
+            s, place = self._stats_of(t, i), (t.name, i)
             kept, keep = self._kept(part, i, s)
             rows.append(
                 Row(
@@ -199,21 +208,33 @@ class Parts:
                     coefficient=c * self._facts.scales.get(place, 1.0),
                     block_l2sq=s.block_l2sq if s else None,
                     block_nonzero=s.block_nonzero if s else None,
-                    block_sketch=s.block_sketch if s and len(s.block_sketch) else None,
                     block_sq_norm=kept.block_sq_norm if kept else None,
                     kept_sq_norm=kept.most if kept else np.inf,
                     keep=keep,
-                    kurtosis=self._facts.kurtosis.get(place, 3.0),
                     is_sum=is_sum,
                     bundle_nbytes=view.nbytes if view.low_rank or not view.stored else None,
                 )
             )
         return rows
 
-    def is_sum(self, part: Part) -> bool:
+    def _is_sum(self, part: Part) -> bool:
         """Whether a part is a sum of deltas, or of what a random drop leaves of them."""
         method = self._methods[part.operator]
         return method.response(part.params) == "additive" and method.schema.fact in ("none", "drop")
+
+    def _packed(self, part: Part, i: int, row: Row, packs: Packs) -> Row:
+        """The row of input `i` on the packs' grid, with what its pack has, if it has one."""
+        t = part.recipe
+        row = _coarsened(row, packs.grid.block_elems // self._grid.block_elems)
+        if t.base is None:
+            return row
+        of_pair = packs.rows.get((t.inputs[i].model, t.base.model), {})
+        packed = of_pair.get((t.inputs[i].tensor, t.base.tensor))
+        if packed is None:
+            return row
+        method, trim = self._methods[part.operator], self._facts.trims.get((t.name, i))
+        levels = row_levels(packed, method.schema, method.response(part.params), trim)
+        return replace(row, levels=levels)
 
     def _kept(self, part: Part, i: int, s: TensorStats | None) -> tuple[Kept | None, float]:
         """What is kept of a delta, None for all, and with which probability a drop keeps it."""
@@ -225,24 +246,15 @@ class Parts:
             return Kept(density * s.block_l2sq, s.l2sq if density else 0.0), density
         return self._facts.kept.get((part.recipe.name, i)), 1.0
 
-    def _simulation(self, part: Part, rows: Sequence[Row]) -> Simulation | None:
-        if part.operator == "copy":
-            return None
-        method = self._methods[part.operator]
-        stats = [self.stats_of(part.recipe, i) for i in range(len(rows))]
-        present = [s for s in stats if s is not None]
-        # Elements of a sample rank about as those of its row do.
-        is_ranked = method.schema.fact == "ranked"
-        elementwise = is_ranked or method.response(part.params) in ("vote", "mean")
-        simulate = self.simulate(part)
-        if not elementwise or simulate is None or len(present) < len(rows):
-            return None
-        return Simulation(rows, present, self._grid, simulate)
+    def _simulate(self, part: Part) -> Simulate | None:
+        """How samples of a part are merged; None for sums, and where only whole rows can be.
 
-    def simulate(self, part: Part) -> Simulate | None:
-        """Tries a part on samples of its deltas; None where samples cannot be merged."""
-        simulation_of = self._methods[part.operator].simulate
-        if simulation_of is None:
+        Elements of a sample rank about as those of its row do.
+        """
+        method = self._methods[part.operator]
+        is_elementwise = method.schema.scope == "element" or method.schema.fact == "ranked"
+        simulation_of = method.simulate
+        if simulation_of is None or self._is_sum(part) or not is_elementwise:
             return None
         simulate = cache(lambda n: simulation_of(self._sampled_task(part, n)))
         return lambda deltas: simulate(deltas.shape[1])(deltas)
@@ -286,6 +298,20 @@ class Parts:
             scale = float(params.get("lambda", 1.0)) * _rescale(params, part.model_params[i])
             reach[i] = abs(scale * self._facts.scales.get((part.recipe.name, i), 1.0))
         return Sensitivity(response, reach, normalised and is_negative)
+
+
+def _coarsened(row: Row, blocks: int) -> Row:
+    """A row whose blocks are `blocks` of its own, the last perhaps fewer."""
+    if row.block_l2sq is None or row.block_nonzero is None or blocks == 1:
+        return row
+    starts = np.arange(0, len(row.block_l2sq), blocks)
+    sq_norm = row.block_sq_norm
+    return replace(
+        row,
+        block_l2sq=np.add.reduceat(row.block_l2sq, starts),
+        block_nonzero=np.add.reduceat(row.block_nonzero, starts),
+        block_sq_norm=None if sq_norm is None else np.add.reduceat(sq_norm, starts),
+    )
 
 
 def _thinned(rule: TrimRule | None, n: int, numel: int) -> TrimRule | None:

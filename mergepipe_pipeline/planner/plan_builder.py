@@ -30,17 +30,11 @@ from mergepipe_pipeline.domain.stats import ExpertStats
 from mergepipe_pipeline.domain.view import TensorView, moved
 from mergepipe_pipeline.planner.candidates import Candidates, Choice
 from mergepipe_pipeline.planner.constraints import Names
-from mergepipe_pipeline.planner.level_parts import LevelParts
-from mergepipe_pipeline.planner.level_selection import (
-    PACKS,
-    LevelProblem,
-    level_estimates,
-    select_levels,
-)
-from mergepipe_pipeline.planner.levels import Levels, originals, packed_input
+from mergepipe_pipeline.planner.levels import Levels, packed_input
 from mergepipe_pipeline.planner.packed_rows import NOTHING, ORIGINAL, Packs
 from mergepipe_pipeline.planner.parts import Method, Parts, TensorFacts, out_dtype, stored_like
-from mergepipe_pipeline.planner.selection import PlanningProblem, estimates, select_blocks
+from mergepipe_pipeline.planner.selection import PlanningProblem, Selection, estimates, select
+from mergepipe_pipeline.planner.strategies import PACKS
 
 
 @dataclass(frozen=True)
@@ -87,34 +81,34 @@ class PlanBuilder:
         counts = [len(i.model.checkpoints) for i in inputs]
         self._first_source = [sum(counts[:n]) for n in range(len(counts))]
 
-    def problem(self) -> PlanningProblem:
-        """What can be read of the experts' stored elements, and how the merge responds to it."""
+    def problem(self, *, with_packs: bool) -> PlanningProblem:
+        """What can be read, of packs too or of stored elements only, and how the merge responds."""
+        packs = self._packs if with_packs else None
+        table = self._parts.table(packs)
         return PlanningProblem(
-            candidates=self._parts.candidates(),
-            sensitivities=self._parts.sensitivities(),
-            tensors=self._tensors(),
-            experts=self._experts(),
-        )
-
-    def level_problem(self) -> LevelProblem | None:
-        """What can be read of packs, too; None where no expert has one."""
-        if self._packs is None:
-            return None
-        parts = LevelParts(self._parts, self._methods, self._facts, self._packs, self._grid)
-        table = parts.table()
-        return LevelProblem(
             table=table,
             sensitivities=self._parts.sensitivities(),
-            samples=parts.samples(table),
-            tensors=self._tensors(),
+            samples=self._parts.samples(table),
+            tensors=[part.recipe.name for part in self._parts.all],
             experts=self._experts(),
-            pace=self._packs.pace,
             block_elems=self._grid.block_elems,
+            pace=packs.pace if packs else None,
         )
 
-    def _tensors(self) -> list[str]:
-        """The names of the parts by number."""
-        return [part.recipe.name for part in self._parts.all]
+    def problems(self, selection: Selection) -> tuple[PlanningProblem, ...]:
+        """The problem of a selection, and that of packs or of stored elements, where both exist."""
+        own = selection.problem
+        if self._packs is None:
+            return (own,)
+        other = self.problem(with_packs=own.pace is None)
+        return (own, other)
+
+    def selection(self) -> Selection:
+        """Select what the recipe's budget covers. Raises BudgetError as `select` does."""
+        strategy = self._recipe.strategy
+        with_packs = self._packs is not None and strategy in (None, PACKS)
+        named = None if strategy == PACKS else strategy
+        return select(self.problem(with_packs=with_packs), self._recipe.budget, named)
 
     def _experts(self) -> list[Names]:
         """What each position of the recipe is called."""
@@ -122,22 +116,12 @@ class PlanBuilder:
         names = {position: self._recipe.models[model].names for position, model in places}
         return [names.get(n, ()) for n in range(max(names, default=-1) + 1)]
 
-    def _selected(self) -> tuple[Candidates, Levels, Estimates]:
-        """All candidates, the levels at which they are read, and what that promises."""
-        budget, strategy = self._recipe.budget, self._recipe.strategy
-        packed = self.level_problem() if strategy in (None, PACKS) else None
-        if packed is not None:
-            levels = select_levels(packed, budget)
-            return packed.candidates, levels, level_estimates(packed, budget, levels)
-        problem = self.problem()
-        selection = select_blocks(problem, budget, None if strategy == PACKS else strategy)
-        promised = estimates(problem, budget, selection)
-        return problem.candidates, originals(selection.choice), promised
-
     def build(self) -> MergePlan:
-        """The plan under the recipe's budget and strategy. Raises BudgetError as `choose` does."""
+        """Return the plan under the recipe's budget and strategy; raises as `select`."""
         recipe = self._recipe
-        candidates, levels, promised = self._selected()
+        selection = self.selection()
+        candidates, levels = selection.problem.candidates, selection.levels
+        promised = estimates(selection, recipe.budget)
         if promised.update_norm is not None and not self._parts.add_to_base():
             promised = replace(promised, update_norm=None, update_note=_SCALED)
         merged = self._merged_tasks(candidates, levels)

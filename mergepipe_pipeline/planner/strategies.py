@@ -1,156 +1,211 @@
-"""How a budget is spent: each strategy ranks the items that can be read.
+"""What a budget can buy, best first, and how it goes down that list.
 
-Every strategy stays within the budget, is deterministic, and never pays for a block whose delta is
-known to be zero.
+An upgrade takes one block of an expert from one level to a better one; the stored elements are the
+best level. Blocks are independent, so the steepest parts of their convex hulls first is optimal for
+every budget that they fill exactly (Everett 1963, Lagrange multipliers); what is read of a block is
+the last of its upgrades. A strategy is a score: what reading all of a block saves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
-from mergepipe_pipeline.arrays import I64Array
+from mergepipe_pipeline.arrays import F64Array, I32Array, I64Array
 from mergepipe_pipeline.errors import BudgetError
 from mergepipe_pipeline.planner.candidates import Candidates, Choice
-from mergepipe_pipeline.planner.constraints import Constraints, lacks_base
-from mergepipe_pipeline.planner.items import Items, chain_items, joined, single_items, spend
+from mergepipe_pipeline.planner.constraints import Constraints
+from mergepipe_pipeline.planner.levels import Levels, LevelTable
+from mergepipe_pipeline.planner.packed_rows import N_LEVELS, NO_LEVELS, NOTHING, ORIGINAL
 
-#: Items with their order: best first, and within a chain as the chain goes.
-Ranked = tuple[Items, I64Array]
-Strategy = Callable[[Candidates, Choice], Ranked]
+#: The strategy that reads packs.
+PACKS = "packs"
+#: What is not finite counts as this much.
+_HUGE = 1e100
+#: Experts whose squared norms in a place are within this factor of the largest count alike there.
+_ALIKE = 16.0
 
 
-def rank(c: Candidates, strategy: str, free: Choice) -> Ranked:
-    """What the strategy would read from the candidates in `free`, best first.
+@dataclass(frozen=True)
+class Strategy:
+    """What reading saves: `score` [candidates], of which a level saves the share it does not leave.
 
-    Raises BudgetError for an unknown strategy.
+    With `is_even` upgrades of one place to one level in votes and means go together, for experts
+    of like strength.
     """
-    if strategy not in STRATEGIES:
+
+    score: Callable[[Candidates], F64Array]
+    is_even: bool = False
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """Upgrades, the most saved per byte first: a candidate to a level for so many more bytes.
+
+    Arrays are [upgrades].
+    """
+
+    candidate: I32Array
+    level: Levels
+    nbytes: I64Array
+
+    def first(self, count: int) -> Ranked:
+        """Return the best of them."""
+        return Ranked(self.candidate[:count], self.level[:count], self.nbytes[:count])
+
+
+def magnitude(c: Candidates) -> F64Array:
+    """Score by ‖c·δ‖²: what is best for deltas that are orthogonal to each other."""
+    return c.gain
+
+
+def even(c: Candidates) -> F64Array:
+    """Score by what keeps skill (docs/packs.md), not by the error.
+
+    Models with some places sharp and others blank have a smaller error, and less skill. In votes
+    and means a block counts by its elements, whatever the size of its deltas; in sums by elements
+    times rms.
+    """
+    numel = np.array([row.numel for row in c.rows], np.int64)[c.row]  # [candidates], as all below
+    length = np.minimum(numel - c.block * c.grid.block_elems, c.grid.block_elems)
+    known = np.isfinite(c.sq_norm)
+    mean_sq = max(c.sq_norm[known].sum(), 1e-300) / max(length[known].sum(), 1)
+    rms = np.sqrt(c.sq_norm / length / mean_sq)  # relative to all: sums and votes may mix
+    return np.where(c.sq_norm > 0, length * np.where(_is_sum(c), rms, 1.0), 0.0)
+
+
+STRATEGIES: dict[str, Strategy] = {
+    PACKS: Strategy(even, is_even=True),
+    "magnitude": Strategy(magnitude),
+}
+#: Of packs, for a promised error instead of a budget.
+BY_ERROR = Strategy(lambda c: c.sq_norm)
+
+
+def strategy_named(name: str) -> Strategy:
+    """Return the strategy of this name. Raises BudgetError for an unknown one."""
+    if name not in STRATEGIES:
         raise BudgetError(
             "Unknown strategy",
             where="strategy",
             expected=", ".join((*STRATEGIES, "full")),
-            found=repr(strategy),
-            next_step="use conflict_aware",
+            found=repr(name),
+            next_step="use magnitude",
         )
-    return STRATEGIES[strategy](c, free)
+    return STRATEGIES[name]
 
 
-def choose(c: Candidates, constraints: Constraints, strategy: str) -> Choice:
-    """Which candidates to read: everything useful if it fits, else what the strategy picks.
+def rank(
+    table: LevelTable,
+    strategy: Strategy,
+    free: Choice,
+    *,
+    with_near: bool = True,
+) -> Ranked:
+    """Rank the upgrades of the candidates in `free`; without `with_near` to exact levels only.
 
-    Raises BudgetError for an unknown strategy, for `full` under a budget that is too small, for
-    pinned blocks that cost more than the budget, and for a partial budget without a base to stand
-    in for what is not read.
+    A row that is read whole is one upgrade, of its first candidate.
     """
-    useful = allowed(c, constraints)
-    needed = int(c.nbytes[useful].sum())
-    if is_affordable(c, useful, constraints):
-        return useful
-    if strategy == "full":
-        raise _no_full_merge(c, useful, constraints)
-    refuse_without_base(c, needed, constraints.budget_bytes)
-    refuse_dear_pins(c, constraints)
-    items, order = rank(c, strategy, useful & ~constraints.pinned)
-    return spend(c, items, order, constraints)
+    from mergepipe_pipeline.planner.hulls import RowBlocks, Upgrades, falling, row_upgrades
 
-
-def _no_full_merge(c: Candidates, useful: Choice, constraints: Constraints) -> BudgetError:
-    """The error for a budget, or else an expert's share, that is less than all there is."""
-    own = np.bincount(c.expert[useful], c.nbytes[useful], len(constraints.caps)).astype(np.int64)
-    needed, limit, what, where = int(own.sum()), constraints.budget_bytes, "budget", "budget"
-    if needed <= limit:
-        number = int(np.argmax(own > constraints.caps))
-        needed, limit = int(own[number]), int(constraints.caps[number])
-        what, where = "share of an expert", f"budget, shares, of expert {number + 1}"
-    return BudgetError(
-        f"The {what} does not cover a full merge",
-        where=where,
-        expected=f"at least {needed} bytes",
-        found=f"{limit} bytes",
-        next_step=f"raise the {what}, or use strategy conflict_aware",
+    c = table.candidates
+    most = len(c.row) * (1 + N_LEVELS if any(row.levels for row in c.rows) else 1)
+    made = Upgrades(
+        candidate=np.empty(most, np.int32),
+        level=np.empty(most, np.int8),
+        nbytes=np.empty(most, np.int64),
+        saved=np.empty(most),
     )
-
-
-def allowed(c: Candidates, constraints: Constraints) -> Choice:
-    """What is worth reading if there is no limit in bytes."""
-    return ~c.zero & ~(constraints.excluded & ~constraints.pinned)
-
-
-def is_affordable(c: Candidates, choice: Choice, constraints: Constraints) -> bool:
-    """Whether a choice is within the budget and every expert's share."""
-    spent = np.bincount(c.expert[choice], c.nbytes[choice], len(constraints.caps))
-    return bool(spent.sum() <= constraints.budget_bytes and (spent <= constraints.caps).all())
-
-
-def refuse_without_base(c: Candidates, needed: int, budget_bytes: int) -> None:
-    """Raise BudgetError where there is a candidate that nothing could stand in for."""
-    if any(r.block_l2sq is None for r in c.rows):
-        raise lacks_base(needed, budget_bytes)
-
-
-def refuse_dear_pins(c: Candidates, constraints: Constraints) -> None:
-    """Raise BudgetError where the blocks that are pinned cost more than there is."""
-    refuse_dear(int(c.nbytes[constraints.pinned & ~c.zero].sum()), constraints)
-
-
-def refuse_dear(needed: int, constraints: Constraints) -> None:
-    """Raise BudgetError where what is pinned, `needed` bytes, costs more than there is."""
-    if needed > constraints.budget_bytes:
-        raise BudgetError(
-            "The budget does not cover what the recipe pins",
-            where="budget, pin",
-            expected=f"at least {needed} bytes",
-            found=f"{constraints.budget_bytes} bytes",
-            next_step="raise the budget, or pin less",
+    worth = np.minimum(np.nan_to_num(strategy.score(c), nan=_HUGE, posinf=_HUGE), _HUGE)
+    useful = free & ~c.zero
+    no_sizes, no_leftovers = np.empty((0, 0), np.uint32), np.empty((0, 0), np.float32)
+    at = 0
+    for row, cut in zip(c.rows, c.row_slices(), strict=True):
+        if row.bundle_nbytes is not None:
+            if useful[cut].any() and (saved := worth[cut].sum()) > 0:
+                made.candidate[at], made.level[at] = cut.start, ORIGINAL
+                made.nbytes[at], made.saved[at] = row.bundle_nbytes, saved
+                at += 1
+            continue
+        of = row.levels
+        blocks = RowBlocks(
+            worth=worth[cut],
+            delta_sq=table.delta_sq[cut],
+            stored_nbytes=c.nbytes[cut],
+            free=useful[cut],
+            nbytes=of.packed.nbytes if of else no_sizes,
+            residual_sq=of.packed.residual_sq if of else no_leftovers,
+            usable=(of.usable if with_near else of.exact) if of else NO_LEVELS,
+            exact=of.exact if of else NO_LEVELS,
         )
+        at = row_upgrades(blocks, cut.start, made, at)
+    candidate, level, nbytes = made.candidate[:at], made.level[:at], made.nbytes[:at]
+    per_byte = made.saved[:at] / np.maximum(nbytes, 1)
+    if strategy.is_even and not (is_sum := _is_sum(c)[candidate]).all():
+        per_byte = np.where(is_sum, per_byte, _together(c, per_byte, candidate, level))
+    order = _best_first(falling(per_byte, candidate))
+    return Ranked(candidate[order], level[order], nbytes[order])
 
 
-def magnitude(c: Candidates, free: Choice) -> Ranked:
-    """By ‖c·δ‖² per byte: what is best for deltas that are orthogonal to each other."""
-    items = single_items(c, _units(c, free))
-    return items, _by_worth(c, items)
+def spend(table: LevelTable, ranked: Ranked, constraints: Constraints, pinned: Levels) -> Levels:
+    """Return the levels read along the list as long as they fit, over those in `pinned`.
 
-
-def conflict_aware(c: Candidates, free: Choice) -> Ranked:
-    """By what an item saves of the error per byte, given what it agrees and conflicts with.
-
-    For sums of deltas, from their inner products; for other merges, as simulated on samples of the
-    deltas. Output blocks are independent, so reading the steepest parts of their convex hulls first
-    is optimal for every budget that they fill exactly (Everett 1963, Lagrange multipliers).
-    Rows that are read whole are ranked by magnitude among the others.
+    An upgrade that does not fit, and all further ones of its block, are passed over.
     """
-    chains = chain_items(c, free & ~c.is_bundled)
-    items = joined([chains, single_items(c, _units(c, free & c.is_bundled))])
-    return items, _by_worth(c, items)
+    from mergepipe_pipeline.planner.hulls import affordable
+
+    c = table.candidates
+    nbytes = table.nbytes(pinned)
+    spent = np.bincount(c.expert, nbytes, len(constraints.caps)).astype(np.int64)
+    fits = affordable(
+        ranked.candidate,
+        ranked.nbytes,
+        c.expert[ranked.candidate],
+        len(c.row),
+        constraints.budget_bytes - int(nbytes.sum()),
+        constraints.caps - spent,
+    )
+    levels = pinned.copy()
+    # Of a block's upgrades the last is the best, and stands behind the others.
+    levels[ranked.candidate[fits]] = ranked.level[fits]
+    for cut in table.bundles:
+        levels[cut] = np.where(c.zero[cut], NOTHING, levels[cut.start])
+    return levels
 
 
-def _units(c: Candidates, free: Choice) -> I64Array:
-    """The units with something to read in `free`, ascending."""
-    of_candidate = c.unit[free & ~c.zero]
-    units: I64Array = of_candidate[np.diff(of_candidate, prepend=-1) > 0]
-    return units
+def _best_first(worth: F64Array) -> I64Array:
+    """Places in falling order of worth, as float32 tells it; of equals the first place first.
+
+    Sorted as integers with the place in their lower half, which is five times as fast as by key.
+    """
+    bits = np.minimum(worth, np.finfo(np.float32).max).astype(np.float32).view(np.uint32)
+    keys = (~bits).astype(np.uint64) << np.uint64(32)
+    keys |= np.arange(len(worth), dtype=np.uint64)
+    keys.sort()
+    return (keys & np.uint64(0xFFFFFFFF)).astype(np.int64)
 
 
-def _by_worth(c: Candidates, items: Items) -> I64Array:
-    """Most saved per byte first; of equals, the first in the list."""
-    from mergepipe_pipeline.planner.chains import falling
-
-    cost = _summed(items, c.nbytes[items.members])
-    worth = falling(items.saved / np.maximum(cost, 1), items.chain)
-    return np.argsort(-worth, kind="stable")
+def _is_sum(c: Candidates) -> Choice:
+    """Candidates whose method adds up deltas."""
+    of_row: Choice = np.array([row.is_sum for row in c.rows], np.bool_)
+    return of_row[c.row]
 
 
-def _summed(items: Items, values: I64Array) -> I64Array:
-    """Per item, the sum over its members."""
-    if not len(items.saved):
-        return np.zeros(0, np.int64)
-    sums: I64Array = np.add.reduceat(values, items.first[:-1])
-    return sums
+def _together(c: Candidates, worth: F64Array, candidate: I32Array, level: Levels) -> F64Array:
+    """The mean `worth` of all upgrades of a place to one level, times each expert's strength."""
+    step = c.out_block[candidate] * (1 + ORIGINAL) + level  # [upgrades]
+    count = np.maximum(np.bincount(step), 1)
+    mean = np.bincount(step, worth) / count
+    together: F64Array = mean[step] * _strength(c)[candidate]
+    return together
 
 
-STRATEGIES: dict[str, Strategy] = {
-    "magnitude": magnitude,
-    "conflict_aware": conflict_aware,
-}
+def _strength(c: Candidates) -> F64Array:
+    """1 for the expert with the largest ‖c·δ‖² in a place and those not far below it, else less."""
+    largest = np.zeros(c.n_out_blocks)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        np.maximum.at(largest, c.out_block, c.sq_norm)
+        steps = np.ceil(np.log(c.sq_norm / largest[c.out_block]) / np.log(_ALIKE))
+    return np.where(np.isnan(steps), 1.0, _ALIKE**steps)  # of what is unknown nothing is less

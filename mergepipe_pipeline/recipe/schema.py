@@ -40,7 +40,7 @@ DEFAULT_SCHEDULE = "0 3 * * *"
 #: when a person says so.
 TRIGGERS = ("change", "nightly", "manual")
 #: Names of budget strategies, for a reader who has no planner at hand.
-STRATEGIES = ("full", "magnitude", "conflict_aware", "packs")
+STRATEGIES = ("full", "magnitude", "packs")
 
 #: Parameter names of mergekit, known to be misplaced when they stand beside `parameters:`.
 PARAMETER_NAMES = frozenset(
@@ -122,6 +122,9 @@ def _trigger(value: str) -> str:
 
 
 def _strategy(value: str) -> str:
+    if value == "conflict_aware":
+        text = f"expected one of {', '.join(STRATEGIES)}, found {shown(value)}; use magnitude"
+        raise ValueError(text)
     return _one_of(value, STRATEGIES)
 
 

@@ -96,7 +96,6 @@ class _Estimates(_Told):
     predicted_margin: Number | None = None
     bound_note: Text = ""
     update_note: Text = ""
-    ranking: Text | None = None
     block_elems: Size = 0
     blocks_total: Size = 0
     blocks_bought: Size = 0

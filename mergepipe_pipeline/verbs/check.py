@@ -13,8 +13,8 @@ from mergepipe_pipeline.execution.egress import egress_of_recipe
 from mergepipe_pipeline.execution.throughput import expected_s, nbytes_of_recipe
 from mergepipe_pipeline.facts.pack_estimate import PackEstimate, estimate_pack
 from mergepipe_pipeline.facts.packs import PackedCost, packed_cost
-from mergepipe_pipeline.planner.level_selection import PACKS
 from mergepipe_pipeline.planner.parts import is_merged
+from mergepipe_pipeline.planner.strategies import PACKS
 from mergepipe_pipeline.recipe.cron import when_merged
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.open_models import packable

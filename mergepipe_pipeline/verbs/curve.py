@@ -69,8 +69,7 @@ def curve_of_plan(warehouse: Warehouse, plan: MergePlan) -> RecipeCurve | None:
 
 def _recipe_curve(solved: SolvedProblem, shares: Sequence[float]) -> RecipeCurve:
     recipe = solved.recipe
-    packed = solved.level_problem
-    curve = budget_curve(solved.problem, recipe.budget, solved.selection, shares, packed)
+    curve = budget_curve(solved.problems, recipe.budget, solved.selection, shares)
     asked = [f"{100 * s:g} %" for s in curve.left_out if s in shares and shares is not SHARES]
     pinned = f"the recipe pins more than {', '.join(asked)} of the bytes: no budget is that small"
     warnings = (*recipe.warnings, *([pinned] if asked else []))

@@ -68,17 +68,6 @@ def test_a_curve_is_a_table_a_record_a_file_and_a_picture(
     assert found["chosen"]["bound"] == planned["error_bound"]
 
 
-def test_a_plan_says_whose_list_it_followed(call: Call, recipe: Path) -> None:
-    """Few samples show no certain gain: conflict_aware buys what magnitude would."""
-    words = (recipe, "--strategy", "conflict_aware", "--budget", "30%")
-    assert "ties, conflict_aware (by magnitude: no worse on samples)" in call("plan", *words).stdout
-    planned = told(call("plan", *words, "--json"))
-    assert (planned["strategy"], planned["ranking"]) == ("conflict_aware", "magnitude")
-    assert "(by magnitude" in call("explain", planned["plan_id"]).stdout
-    same = told(call("plan", recipe, "--strategy", "magnitude", "--budget", "30%", "--json"))
-    assert same["plan_id"] == planned["plan_id"]
-
-
 @pytest.mark.parametrize("shares", ["1,x", "101", "-1"])
 def test_budgets_that_are_no_percents_are_refused(call: Call, recipe: Path, shares: str) -> None:
     assert "percent" in call("curve", recipe, "--at", shares, code=2).stderr

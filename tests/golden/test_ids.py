@@ -92,7 +92,6 @@ RECIPES = {
     "task_arithmetic-none": _SUM + "budget: 0\n",
     "ties": _TIES,
     "ties-budget": _TIES + "budget: 30%\n",
-    "ties-conflicts": _TIES + "budget: 30%\nstrategy: conflict_aware\n",
     "ties-wishes": _TIES + "budget: {limit: 50%, pin: [e1], exclude: [e0], keep: ['*norm*']}\n",
     "union": f"merge_method: linear\n{_PAIR}tokenizer_source: union\n",
 }
@@ -106,7 +105,7 @@ _CUT = [
     "slerp",
     "slices",
     "stages",
-    "ties-conflicts",
+    "ties-budget",
     "union",
 ]
 

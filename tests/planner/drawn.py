@@ -1,18 +1,24 @@
-"""Rows and candidates made from numbers: drawn at random, or from deltas that are known whole."""
+"""Rows, candidates and problems made from numbers: drawn, or from deltas that are known whole."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.domain.blocks import BlockGrid
-from mergepipe_pipeline.domain.stats import SKETCH_WIDTH, narrowed
-from mergepipe_pipeline.planner.candidates import Candidates, Choice, Curve, Row, lay_out
+from mergepipe_pipeline.domain.recipe import Budget
+from mergepipe_pipeline.domain.stats import SAMPLE_WIDTH, narrowed
+from mergepipe_pipeline.planner.bounds import Sensitivity
+from mergepipe_pipeline.planner.candidates import Candidates, Choice, Row, lay_out
 from mergepipe_pipeline.planner.constraints import Constraints
+from mergepipe_pipeline.planner.levels import Levels, LevelTable
+from mergepipe_pipeline.planner.packed_rows import NOTHING, ORIGINAL
+from mergepipe_pipeline.planner.samples import Samples, Simulate
+from mergepipe_pipeline.planner.selection import PlanningProblem, select
 
 GRID = BlockGrid(4096)
 Floats = npt.NDArray[np.float64]
@@ -22,19 +28,16 @@ Floats = npt.NDArray[np.float64]
 def candidates(draw: st.DrawFn) -> Candidates:
     """Rows over a few tensors and experts with random norms, some blocks all zero.
 
-    Half of the rows are bundles: of some bytes, or of none with nothing in them. Some tensors have
-    sketches.
+    Half of the rows are bundles: of some bytes, or of none with nothing in them.
     """
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     rows = []
     for tensor in range(draw(st.integers(1, 4))):
         numel = draw(st.integers(1, 30_000))
-        has_sketch = draw(st.booleans())
         for position in range(draw(st.integers(1, 4))):
             bundle = draw(st.none() | st.none() | st.just(0) | st.integers(1, 9000))
             n = GRID.count(numel)
             alive = (rng.random(n) > 0.2) & (bundle != 0)
-            lanes = rng.normal(size=(n, SKETCH_WIDTH)) * alive[:, None]
             rows.append(
                 Row(
                     tensor=tensor,
@@ -45,7 +48,6 @@ def candidates(draw: st.DrawFn) -> Candidates:
                     coefficient=float(rng.normal()),
                     block_l2sq=rng.random(n) * alive,
                     block_nonzero=alive.astype(np.int64),
-                    block_sketch=narrowed(lanes.astype(np.float32)) if has_sketch else None,
                     bundle_nbytes=bundle,
                 )
             )
@@ -69,51 +71,88 @@ def row(*l2sq: float, position: int = 0, bundle_nbytes: int | None = None, tenso
 
 
 def known(deltas: Floats, weights: Sequence[float], tensor: int = 0) -> list[Row]:
-    """Rows of one tensor whose deltas, [E, blocks, 64] float64, are their own sketches.
-
-    Inner products of such sketches are those of the deltas, but for the rounding to bfloat16.
-    """
-    experts, blocks, width = deltas.shape
-    assert width == SKETCH_WIDTH
+    """Rows of one tensor with these deltas, [E, blocks, n] float64."""
     return [
-        Row(
-            tensor=tensor,
-            position=position,
-            name=f"t{tensor}#{position}",
-            numel=blocks * GRID.block_elems,
-            itemsize=2,
+        replace(
+            row(*np.square(own).sum(axis=1).tolist(), position=position, tensor=tensor),
             coefficient=float(weights[position]),
-            block_l2sq=np.square(deltas[position]).sum(axis=1),
-            block_nonzero=np.any(deltas[position], axis=1).astype(np.int64),
-            block_sketch=narrowed(deltas[position].astype(np.float32)),
+            block_nonzero=np.any(own, axis=1).astype(np.int64),
         )
-        for position in range(experts)
+        for position, own in enumerate(deltas)
     ]
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """Simulations of which only curves are known."""
+def sampled(
+    rows: Sequence[Row], deltas: Floats | None = None, simulate: Simulate | None = None
+) -> Samples:
+    """Evenly spread samples of `deltas` [E, blocks, n], as known of them; else of unlike ones."""
+    if deltas is None:
+        rng = np.random.default_rng(0)
+        most = max(GRID.count(r.numel) for r in rows)
+        deltas = rng.normal(size=(len(rows), most, SAMPLE_WIDTH))
+        for own, r in zip(deltas, rows, strict=True):
+            size = np.zeros(most)
+            if r.block_l2sq is not None:
+                size[: len(r.block_l2sq)] = np.sqrt(np.nan_to_num(r.block_l2sq, posinf=9.0))
+            own *= size[:, None]
+    step = deltas.shape[2] // SAMPLE_WIDTH
+    stored = [narrowed(own[:, ::step].astype(np.float32)) for own in deltas]
+    return Samples(rows, stored, GRID, GRID, simulate)
 
-    curves: Mapping[int, Curve]
 
-    def squares(self, tensor: int, omitted: Sequence[Choice]) -> Floats | None:
-        return None
+@dataclass(frozen=True, kw_only=True)
+class GivenProblem(PlanningProblem):
+    """A problem whose constraints are given, not made from a budget."""
+
+    given: Constraints
+
+    def constraints(self, budget: Budget) -> Constraints:
+        """Return those that are given."""
+        return self.given
 
 
-@dataclass(frozen=True)
-class Replayed:
-    """Simulations of tensors of one expert: [blocks, parts], what leaving out each block costs."""
+def problem_of(
+    c: Candidates,
+    deltas: Mapping[int, Floats] | None = None,
+    *,
+    given: Constraints | None = None,
+    sensitivities: Mapping[int, Sensitivity] | None = None,
+) -> PlanningProblem:
+    """The problem of candidates, with samples of the deltas by tensor."""
+    samples = {
+        group.tensor: sampled(group.rows, (deltas or {}).get(group.tensor)) for group in c.groups()
+    }
+    additive = {
+        group.tensor: Sensitivity("additive", np.full(len(group.rows), np.nan), False)
+        for group in c.groups()
+    }
+    return GivenProblem(
+        table=LevelTable(c),
+        sensitivities=sensitivities or additive,
+        samples=samples,
+        tensors=[f"t{n}" for n in range(1 + max(r.tensor for r in c.rows))],
+        experts=[(f"e{n}",) for n in range(1 + max(r.position for r in c.rows))],
+        block_elems=c.grid.block_elems,
+        given=given or constraints(c),
+    )
 
-    costs: Mapping[int, Floats]
-    curves: Mapping[int, Curve] = field(default_factory=dict)
 
-    def squares(self, tensor: int, omitted: Sequence[Choice]) -> Floats | None:
-        return np.array([self.costs[tensor][left[:, 0]].sum(axis=0) for left in omitted])
+def originals(choice: Choice) -> Levels:
+    """The levels of a choice of whole blocks."""
+    return np.where(choice, np.int8(ORIGINAL), np.int8(NOTHING))
+
+
+def choose(
+    c: Candidates, given: Constraints, strategy: str, deltas: Mapping[int, Floats] | None = None
+) -> Choice:
+    """What a strategy reads under constraints."""
+    selection = select(problem_of(c, deltas, given=given), Budget(), strategy)
+    chosen: Choice = selection.levels == ORIGINAL
+    return chosen
 
 
 def left_out(c: Candidates, deltas: Floats, choice: Choice) -> float:
-    """‖Σ omitted c·δ‖² of the deltas [E, blocks, 64] of one tensor."""
+    """‖Σ omitted c·δ‖² of the deltas [E, blocks, n] of one tensor."""
     experts, blocks, _ = deltas.shape
     weights = np.array([r.coefficient for r in c.rows])
     omitted = ~choice.reshape(experts, blocks)

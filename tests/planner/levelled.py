@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TIERS
 from mergepipe_pipeline.planner.candidates import Row, lay_out
-from mergepipe_pipeline.planner.constraints import Constraints
-from mergepipe_pipeline.planner.level_selection import LevelProblem
 from mergepipe_pipeline.planner.levels import LevelTable
 from mergepipe_pipeline.planner.packed_rows import (
     N_LEVELS,
@@ -19,6 +17,7 @@ from mergepipe_pipeline.planner.packed_rows import (
     PackPace,
     RowLevels,
 )
+from mergepipe_pipeline.planner.selection import PlanningProblem
 
 GRID = PackGrid(CHUNK_ELEMS)
 #: Packs are read where they are fewer bytes.
@@ -78,18 +77,11 @@ def tables(draw: st.DrawFn, *, most_blocks: int = 6) -> LevelTable:
     return LevelTable(lay_out(rows, GRID))
 
 
-@dataclass(frozen=True)
-class Tabled(LevelProblem):
-    """A problem whose constraints are given, not made from a budget."""
-
-    given: Constraints | None = None
-
-
-def problem(table: LevelTable, pace: PackPace = SLOW_DISK) -> LevelProblem:
+def problem(table: LevelTable, pace: PackPace = SLOW_DISK) -> PlanningProblem:
     """A problem of which nothing but what it costs and leaves is known."""
     count = 1 + max(r.position for r in table.candidates.rows)
     tensors = 1 + max(r.tensor for r in table.candidates.rows)
-    return LevelProblem(
+    return PlanningProblem(
         table=table,
         sensitivities={},
         samples={},

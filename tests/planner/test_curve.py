@@ -9,28 +9,25 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mergepipe_pipeline.domain.recipe import Budget, Selection, Share
+from mergepipe_pipeline.domain.recipe import Budget, Share
+from mergepipe_pipeline.domain.recipe import Selection as Some
 from mergepipe_pipeline.errors import BudgetError
 from mergepipe_pipeline.planner.budget_curve import Point, budget_curve, knee_of
 from mergepipe_pipeline.planner.candidates import lay_out
-from mergepipe_pipeline.planner.selection import (
-    BlockSelection,
-    PlanningProblem,
-    estimates,
-    select_blocks,
-)
-from mergepipe_pipeline.planner.strategies import STRATEGIES
-from tests.planner.drawn import GRID, row
+from mergepipe_pipeline.planner.packed_rows import ORIGINAL
+from mergepipe_pipeline.planner.selection import Selection, estimates, select
+from tests.planner.drawn import GRID, problem_of, row
 from tests.planner.test_selection import SEEDS, problem
 
 pytestmark = pytest.mark.usefixtures("baselines")
 
-BEST = "conflict_aware"
+BEST = "magnitude"
+NAMES = ("magnitude", "hash", "drop-experts")
 SHARES = (0.05, 0.3, 0.7)
 BUDGETS = (
     Budget(fraction=0.2),
-    Budget(nbytes=50_000, exclude=(Selection(("code",)),)),
-    Budget(fraction=0.5, pin=(Selection(("math",), ("embed",)),)),
+    Budget(nbytes=50_000, exclude=(Some(("code",)),)),
+    Budget(fraction=0.5, pin=(Some(("math",), ("embed",)),)),
     Budget(fraction=0.4, shares=(Share("c*", fraction=0.3),)),
 )
 
@@ -41,19 +38,19 @@ def point(nbytes: int, error: float) -> Point:
     )
 
 
-@given(seed=SEEDS, budget=st.sampled_from(BUDGETS), strategy=st.sampled_from(list(STRATEGIES)))
+@given(seed=SEEDS, budget=st.sampled_from(BUDGETS), strategy=st.sampled_from(NAMES))
 def test_every_point_is_what_a_plan_of_its_budget_promises(
     seed: int, budget: Budget, strategy: str
 ) -> None:
     q = problem(seed)
-    selection = select_blocks(q, replace(budget, fraction=1.0, nbytes=None), strategy)
-    found = budget_curve(q, budget, selection, SHARES)
+    selection = select(q, replace(budget, fraction=1.0, nbytes=None), strategy)
+    found = budget_curve([q], budget, selection, SHARES)
     drawn = {(p.strategy, p.budget_bytes): p for p in found.points}
-    for name in STRATEGIES:
+    for name in NAMES:
         for share in (0.0, *SHARES, 1.0):
             mine = replace(budget, fraction=share, nbytes=None)
             try:
-                wanted = estimates(q, mine, select_blocks(q, mine, name))
+                wanted = estimates(select(q, mine, name), mine)
             except BudgetError:
                 assert (name, mine.resolve(found.nbytes_total)) not in drawn
                 continue
@@ -69,9 +66,9 @@ def test_every_point_is_what_a_plan_of_its_budget_promises(
 @given(seed=SEEDS)
 def test_the_chosen_point_is_the_choice_that_was_made(seed: int) -> None:
     q, budget = problem(seed), Budget(fraction=0.35)
-    selection = select_blocks(q, budget, "hash")
-    found = budget_curve(q, budget, selection, SHARES).chosen
-    wanted = estimates(q, budget, selection)
+    selection = select(q, budget, "hash")
+    found = budget_curve([q], budget, selection, SHARES).chosen
+    wanted = estimates(selection, budget)
     assert (found.strategy, found.budget_bytes) == ("hash", wanted.budget_bytes)
     assert found.nbytes == wanted.expert_bytes_planned
     assert found.error == pytest.approx(wanted.predicted_error)
@@ -109,11 +106,11 @@ def test_a_straight_line_has_no_knee_and_a_corner_has_one() -> None:
 
 def test_budgets_that_do_not_cover_the_pins_have_no_point() -> None:
     q = problem(3)
-    pinned = Budget(pin=(Selection(("math",)),))
-    selection = select_blocks(q, pinned, BEST)
+    pinned = Budget(pin=(Some(("math",)),))
+    selection = select(q, pinned, BEST)
     c = q.candidates
     cost = int(c.nbytes[(c.expert == 0) & ~c.zero].sum())
-    found = budget_curve(q, pinned, selection, SHARES)
+    found = budget_curve([q], pinned, selection, SHARES)
     assert found.of(BEST)
     assert all(p.nbytes >= cost for p in found.points)
     assert min(p.budget_bytes or 0 for p in found.points) >= cost
@@ -121,8 +118,7 @@ def test_budgets_that_do_not_cover_the_pins_have_no_point() -> None:
 
 def test_without_a_base_there_is_no_curve() -> None:
     rows = [replace(row(1.0, 2.0), block_l2sq=None, block_nonzero=None)]
-    q = PlanningProblem(
-        candidates=lay_out(rows, GRID), sensitivities={}, tensors=("t",), experts=(("math",),)
-    )
+    q = problem_of(lay_out(rows, GRID))
+    selection = Selection(q, BEST, np.full(2, ORIGINAL, np.int8))
     with pytest.raises(BudgetError, match="needs a base model"):
-        budget_curve(q, Budget(), BlockSelection(BEST, BEST, np.ones(2, np.bool_)))
+        budget_curve([q], Budget(), selection)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.domain.plan import TrimRule
 from mergepipe_pipeline.domain.stats import SAMPLE_WIDTH, SKETCH_WIDTH, TensorStats
-from mergepipe_pipeline.planner.kept_sq_norm import kept_sq_norm, kurtosis
+from mergepipe_pipeline.planner.kept_sq_norm import kept_sq_norm
 from tests.support.oracles import largest
 
 GRID = BlockGrid(4096)
@@ -139,11 +139,3 @@ def test_a_block_below_the_threshold_keeps_nothing() -> None:
     delta = np.concatenate([normal(6, 1), normal(7, 1) * np.float32(1e-3)])
     trim, _ = rule(delta, 1000)
     assert kept_sq_norm(statistics(delta), GRID, trim, None).block_sq_norm[1] == 0
-
-
-def test_the_kurtosis_is_three_for_normal_deltas_and_more_where_few_change() -> None:
-    assert kurtosis(statistics(normal(8, 8, spread=0))) == pytest.approx(3, rel=0.05)
-    sparse = np.zeros(8192, np.float32)
-    sparse[::64] = 0.5
-    assert kurtosis(statistics(sparse)) == pytest.approx(64, rel=0.02)
-    assert kurtosis(statistics(np.zeros(8, np.float32))) == 3

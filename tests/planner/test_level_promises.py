@@ -168,12 +168,11 @@ def test_a_promised_error_leaves_every_expert_within_its_share(
 
 def test_a_named_strategy_reads_the_experts_themselves(home: Warehouse) -> None:
     raw = recipe("task_arithmetic", [0, 1, 2], {}, weight=0.4)
-    for strategy in ("magnitude", "conflict_aware"):
-        plan = make_plan(home, raw, budget="25%", strategy=strategy)
-        assert plan.estimates.strategy == strategy
-        assert not any(e.packed for e in inputs_of(plan))
-        without = make_plan(home, raw, budget="25%", strategy=strategy, no_packs=True)
-        assert plan.plan_id == without.plan_id
+    plan = make_plan(home, raw, budget="25%", strategy="magnitude")
+    assert plan.estimates.strategy == "magnitude"
+    assert not any(e.packed for e in inputs_of(plan))
+    without = make_plan(home, raw, budget="25%", strategy="magnitude", no_packs=True)
+    assert plan.plan_id == without.plan_id
     unpacked = recipe("task_arithmetic", [UNPACKED], {}, weight=0.4)
     named = make_plan(home, unpacked, budget="25%", strategy="packs").estimates
-    assert named.strategy == "conflict_aware"
+    assert named.strategy == "magnitude"

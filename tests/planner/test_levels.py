@@ -16,15 +16,15 @@ from mergepipe_pipeline.errors import BudgetError
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.packs.index import summed
 from mergepipe_pipeline.planner.candidates import Row, lay_out
-from mergepipe_pipeline.planner.level_selection import select_levels
-from mergepipe_pipeline.planner.levels import LevelTable, packed_input
+from mergepipe_pipeline.planner.levels import Levels, LevelTable, packed_input
 from mergepipe_pipeline.planner.packed_rows import (
     NOTHING,
     ORIGINAL,
     packed_row,
     row_levels,
 )
-from mergepipe_pipeline.planner.upgrades import ranked_upgrades
+from mergepipe_pipeline.planner.selection import PlanningProblem, select
+from mergepipe_pipeline.planner.strategies import PACKS, STRATEGIES, Ranked, rank
 from tests.planner.levelled import FAST_DISK, GRID, levels_of, problem, tables
 
 PATTERN = st.sampled_from(["*", "e0", "e1"])
@@ -32,6 +32,14 @@ SELECTIONS = st.lists(
     st.builds(lambda e, t: Selection((e,), (t,)), PATTERN, st.sampled_from(["*", "t0", "t1"])),
     max_size=1,
 )
+
+
+def select_levels(q: PlanningProblem, budget: Budget) -> Levels:
+    return select(q, budget).levels
+
+
+def ranked_upgrades(table: LevelTable, free: np.ndarray) -> Ranked:
+    return rank(table, STRATEGIES[PACKS], free)
 
 
 @given(
@@ -119,7 +127,12 @@ def test_what_a_budget_buys_is_within_one_upgrade_of_the_best_there_is(
         if table.nbytes(levels).sum() <= limit:
             best = max(best, saved(table, levels))
     upgrades = ranked_upgrades(table, np.ones(3, np.bool_))
-    largest = float((upgrades.worth * np.maximum(upgrades.nbytes, 1)).max(initial=0.0))
+    # What the list saves up to each upgrade: no step is larger than the largest of them.
+    reached, steps = np.zeros(3, np.int8), [0.0]
+    for candidate, level in zip(upgrades.candidate, upgrades.level, strict=True):
+        reached[candidate] = level
+        steps.append(saved(table, reached))
+    largest = float(np.diff(steps).max(initial=0.0))
     assert best - largest - 1e-6 <= saved(table, found) <= best + 1e-6
 
 

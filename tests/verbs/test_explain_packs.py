@@ -63,15 +63,15 @@ def test_the_curve_draws_packs_beside_blocks_and_below_them(home: Warehouse) -> 
     assert told.knee is not None
     assert told.knee.strategy == "packs"
     errors = {p.strategy: p.error for p in told.points if p.budget_bytes == told.nbytes_total // 10}
-    assert errors.keys() == {"packs", "magnitude", "conflict_aware"}
-    assert errors["packs"] < 0.8 * min(errors["magnitude"], errors["conflict_aware"])
+    assert errors.keys() == {"packs", "magnitude"}
+    assert errors["packs"] < 0.8 * errors["magnitude"]
     assert told.chosen.nbytes == plan.estimates.expert_bytes_planned
     assert told.chosen.error == pytest.approx(plan.estimates.predicted_error)
     of_plan = curve_of_plan(home, plan)
     assert of_plan is not None
     assert [p.nbytes for p in of_plan.curve.points] == [p.nbytes for p in told.points]
     without = curve(home, raw, budget="20%", no_packs=True).curve
-    assert {p.strategy for p in without.points} == {"magnitude", "conflict_aware"}
+    assert {p.strategy for p in without.points} == {"magnitude"}
 
 
 def test_check_says_what_an_exact_merge_reads_with_packs(home: Warehouse) -> None:

@@ -8,38 +8,27 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from mergepipe_pipeline.planner.candidates import Candidates, Choice
-from mergepipe_pipeline.planner.items import Items, single_items
-from mergepipe_pipeline.planner.strategies import STRATEGIES, Ranked
+from mergepipe_pipeline.arrays import F64Array
+from mergepipe_pipeline.planner.candidates import Candidates
+from mergepipe_pipeline.planner.strategies import STRATEGIES, Strategy
 from mergepipe_pipeline.recipe import schema
 
 
-def by_hash(c: Candidates, free: Choice) -> Ranked:
-    """Blocks in the order of a hash of their names: importance plays no part."""
-    units = np.unique(c.unit[free & ~c.zero])
-    names = [r.name for r in c.rows]
-    first = c.unit_first[units]
-    keys = np.array(
-        [
-            int.from_bytes(hashlib.sha256(f"{names[r]}:{b}".encode()).digest()[:8], "big")
-            for r, b in zip(c.row[first].tolist(), c.block[first].tolist(), strict=True)
-        ],
-        dtype=np.uint64,
-    )
-    return single_items(c, units), np.argsort(keys, kind="stable")
+def by_hash(c: Candidates) -> F64Array:
+    """Score blocks by a hash of their names: importance plays no part."""
+    names = [f"{c.rows[r].name}:{b}" for r, b in zip(c.row.tolist(), c.block.tolist(), strict=True)]
+    digests = [int.from_bytes(hashlib.sha256(n.encode()).digest()[:3], "big") for n in names]
+    score: F64Array = (1.0 + np.array(digests)) * np.maximum(c.nbytes, 1e-3)
+    return score
 
 
-def drop_experts(c: Candidates, free: Choice) -> Ranked:
-    """Whole experts in recipe order, as many as fit."""
-    members = np.flatnonzero(free)
-    members = members[np.argsort(c.expert[members], kind="stable")]
-    experts, first = np.unique(c.expert[members], return_index=True)
-    saved = np.add.reduceat(c.gain[members], first) if len(first) else np.zeros(0)
-    items = Items(experts, saved, np.append(first, len(members)), members)
-    return items, np.arange(len(experts))
+def drop_experts(c: Candidates) -> F64Array:
+    """Score experts in recipe order: each is read before the next."""
+    score: F64Array = (1.0 + c.expert.max(initial=0) - c.expert) * np.maximum(c.nbytes, 1e-3)
+    return score
 
 
-BASELINES = {"hash": by_hash, "drop-experts": drop_experts}
+BASELINES = {"hash": Strategy(by_hash), "drop-experts": Strategy(drop_experts)}
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Claim: for the same bytes conflict_aware ends nearest to the full merge, then magnitude.
+"""Claim: for the same bytes magnitude ends nearest to the full merge.
 
     python -m tests.lab.bench.bench_budget FAMILY [--experts 10] [--home FOLDER]
     python -m tests.lab.bench.bench_budget demo
@@ -29,7 +29,7 @@ from tests.lab.bench import FOLDER
 from tests.lab.bench.baselines import BASELINES, baselines
 
 BUDGETS = ("2%", "5%", "10%", "25%", "50%")
-STRATEGIES = ("conflict_aware", "magnitude", *BASELINES)
+STRATEGIES = ("magnitude", *BASELINES)
 METHODS = {"task_arithmetic": "weight: 0.3", "ties": "weight: 1.0, density: 0.2"}
 
 
