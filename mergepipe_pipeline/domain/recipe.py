@@ -112,6 +112,12 @@ class TensorRecipe:
     base: BaseTensor | None
     inputs: tuple[TensorInput, ...]
 
+    @property
+    def sources(self) -> tuple[tuple[int, str], ...]:
+        """(model, tensor) of all that it is made of, the base's last."""
+        inputs = tuple((i.model, i.tensor) for i in self.inputs)
+        return (*inputs, (self.base.model, self.base.tensor)) if self.base else inputs
+
 
 @dataclass(frozen=True, slots=True)
 class TokenRule:
@@ -164,3 +170,13 @@ class Recipe:
     tokenizer: TokenizerRecipe | None = None
     chat_template: str | None = None
     warnings: tuple[str, ...] = ()
+
+    @property
+    def contributing(self) -> frozenset[int]:
+        """The numbers of the models that some tensor has as an input."""
+        return frozenset(i.model for t in self.tensors for i in t.inputs)
+
+    @property
+    def used(self) -> frozenset[int]:
+        """The numbers of the models that some tensor is made of."""
+        return frozenset(model for t in self.tensors for model, _ in t.sources)

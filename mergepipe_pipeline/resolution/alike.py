@@ -64,9 +64,7 @@ def compute_alike(recipe: Recipe, models: Sequence[Model], template: int) -> lis
     Raises IncompatibleCheckpointsError where equal tensors are cut into heads of other sizes,
     CheckpointError for a config that is not valid.
     """
-    used = {t.base.model for t in recipe.tensors if t.base}
-    used |= {i.model for t in recipe.tensors for i in t.inputs}
-    order = [template, *sorted(used - {template})]
+    order = [template, *sorted(recipe.used - {template})]
     whole = [models[m] for m in order if not models[m].is_partial]
     whole = [model for model in whole if model.checkpoint.config]
     names = [model.name for model in whole]

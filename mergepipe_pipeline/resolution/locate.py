@@ -50,13 +50,14 @@ class Places:
 
     `folder` is the recipe's, where relative paths start besides the working directory. `pending`
     need no look-up, by the text (`model@revision` with one) that names them: results of earlier
-    stages, and inputs of a merge that is replayed. `taken` maps names given here to their roots.
+    stages, and inputs of a merge that is replayed. What was `found` here, by text and revision, is
+    not opened again, and keeps its name.
     """
 
     warehouse: Warehouse
     folder: Path | None = None
     pending: Mapping[str, Checkpoint] = field(default_factory=dict)
-    taken: dict[str, str] = field(default_factory=dict)
+    found: dict[tuple[str, str | None], Checkpoint] = field(default_factory=dict)
 
     def of(self, ref: ModelRef) -> tuple[Checkpoint, ...]:
         """The checkpoint of a reference, and the adapter's if it names one. Raises as `locate`."""
@@ -122,15 +123,16 @@ class Places:
                 found=f"the stage {text!r} of this file",
                 next_step="leave the revision out, or rename the stage if another model is meant",
             )
-        checkpoint = self.locate(text, revision)
-        self.taken[checkpoint.name] = checkpoint.root
-        return checkpoint
+        if (text, revision) not in self.found:
+            self.found[text, revision] = self.locate(text, revision)
+        return self.found[text, revision]
 
     def _paths(self, text: str) -> list[Path]:
         return [f / expanded(text) for f in (Path.cwd(), self.folder) if f is not None]
 
     def _opened(self, root: Path | str, text: str | None = None) -> Checkpoint:
-        name = free_name(self.warehouse.catalog, root, self.taken, text)
+        taken = {c.name: c.root for c in self.found.values()}
+        name = free_name(self.warehouse.catalog, root, taken, text)
         return open_root(self.warehouse, str(root), name)
 
     def _registered(self, name: str, revision: str | None) -> Checkpoint:

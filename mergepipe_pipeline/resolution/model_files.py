@@ -196,7 +196,7 @@ def _must_untie(recipe: Recipe, models: Sequence[Model], config: Mapping[str, An
         return True
     if not has_head or config.get("tie_word_embeddings") is False:
         return False
-    used = {i.model for t in recipe.tensors for i in t.inputs}
+    used = recipe.contributing
     return any(models[m].stated.get("tie_word_embeddings") is False for m in used)
 
 
@@ -208,7 +208,7 @@ _MOST_NAMED = 12
 def beside_warnings(recipe: Recipe, models: Sequence[Model], side: Side) -> tuple[str, ...]:
     """A warning for code that the result needs, and one for each adapter's tokenizer left aside."""
     template = models[side.template].checkpoint
-    used = {i.model for t in recipe.tensors for i in t.inputs}
+    used = recipe.contributing
     out = [*_code(template), *_modules(template, [models[n] for n in sorted(used)])]
     if recipe.tokenizer is None:
         for number in used if len(used) == 1 else ():

@@ -121,9 +121,7 @@ def coded_error(
 
 def _sources(t: TensorRecipe, models: Sequence[Model]) -> Iterator[tuple[Model, TensorView]]:
     """The models that an output is made from, with their views of its tensor."""
-    pairs = [(i.model, i.tensor) for i in t.inputs]
-    pairs += [(t.base.model, t.base.tensor)] if t.base else []
-    for number, tensor in dict.fromkeys(pairs):
+    for number, tensor in dict.fromkeys(t.sources):
         yield models[number], models[number].views[tensor]
 
 
@@ -146,9 +144,7 @@ def _cast(model: Model, view: TensorView, form: StoredForm) -> IncompatibleCheck
 def _refuse_mixed_forms(recipe: Recipe, models: Sequence[Model]) -> None:
     """Raise where outputs come from whole models of which some are stored otherwise."""
     settings: dict[str, Mapping[str, object]] = {}
-    numbers = {i.model for t in recipe.tensors for i in t.inputs}
-    numbers |= {t.base.model for t in recipe.tensors if t.base}
-    for model in (models[n] for n in sorted(numbers) if not models[n].is_partial):
+    for model in (models[n] for n in sorted(recipe.used) if not models[n].is_partial):
         form = model.checkpoint.form
         settings[model.name] = {} if form is None else {"form": form.name, **form.settings}
     if len({str(s) for s in settings.values()}) > 1 and is_coded(recipe, models):

@@ -85,7 +85,7 @@ class ResolvedRecipe:
     @property
     def experts(self) -> tuple[Model, ...]:
         """The models that contribute to some tensor, in recipe order."""
-        used = {i.model for t in self.recipe.tensors for i in t.inputs}
+        used = self.recipe.contributing
         return tuple(m for n, m in enumerate(self.models) if n in used)
 
 

@@ -76,8 +76,8 @@ def with_own_matrices(recipe: Recipe, models: list[Model]) -> tuple[Recipe, list
     # Of each matrix the tensors that it is merged with, once for each output that it goes to.
     uses: dict[tuple[int, str], list[dict[int, str]]] = {}
     for t in recipe.tensors:
-        for matrix in dict.fromkeys(_matrices(t)) if _is_table(t) else ():
-            uses.setdefault(matrix, []).append(dict(_matrices(t)))
+        for matrix in dict.fromkeys(t.sources) if _is_table(t) else ():
+            uses.setdefault(matrix, []).append(dict(t.sources))
     shared = {m for m, (first, *more) in uses.items() if any(use != first for use in more)}
 
     def own(m: int, name: str, output: str) -> str:
@@ -97,12 +97,6 @@ def with_own_matrices(recipe: Recipe, models: list[Model]) -> tuple[Recipe, list
 
 def _is_table(t: TensorRecipe) -> bool:
     return vocabulary_axis(t.name) is not None
-
-
-def _matrices(t: TensorRecipe) -> list[tuple[int, str]]:
-    """(model, tensor) of all that an output is made of; the base's comes last."""
-    matrices = [(i.model, i.tensor) for i in t.inputs]
-    return matrices + ([(t.base.model, t.base.tensor)] if t.base else [])
 
 
 class Reindexer:
@@ -128,7 +122,7 @@ class Reindexer:
         self._refuse_left_tables()
         reindexed: set[tuple[int, str]] = set()
         for t in filter(_is_table, self._recipe.tensors):
-            matrices = _matrices(t)
+            matrices = t.sources
             among = list(dict.fromkeys(m for m, _ in matrices))
             rows = dict(zip(among, self._build.rows_among(among), strict=True))
             names = dict(matrices)
@@ -142,7 +136,7 @@ class Reindexer:
         """Raise IncompatibleCheckpointsError for tables of moved rows that no name tells."""
         used: dict[int, dict[str, tuple[int, ...]]] = {}
         for t in self._recipe.tensors:
-            for m, name in _matrices(t):
+            for m, name in t.sources:
                 used.setdefault(m, {})[name] = self._original[m].views[name].shape
         for m, names in used.items():
             model, own = self._original[m], self._build.rows[m].own

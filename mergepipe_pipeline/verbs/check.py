@@ -76,7 +76,7 @@ def estimates_of_recipe(warehouse: Warehouse, resolved: ResolvedRecipe) -> tuple
     recipe, originals = resolved.recipe, resolved.originals
     if recipe.base is None:
         return ()
-    used = {i.model for t in recipe.tensors for i in t.inputs} - {recipe.base}
+    used = recipe.contributing - {recipe.base}
     pairs = [packable(originals[n], originals[recipe.base]) for n in sorted(used)]
     experts = {e.name: (e, base) for e, base in pairs if e.checkpoint.kind == "full"}
     samples = max(_LEAST_SAMPLES, _SAMPLES // max(1, len(experts)))

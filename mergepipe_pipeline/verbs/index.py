@@ -62,6 +62,7 @@ def index_expert(warehouse: Warehouse, name: str) -> IndexedExpert:
     checkpoint = registration.checkpoint
     bases = dict[str, None]()
     places = Places(warehouse, warehouse.recipes)
+    places.found[name, None] = checkpoint  # it was opened a moment ago
     for stage in (s for parsed in standing_recipes(warehouse) for s in (*parsed.before, parsed)):
         for ref, base in _pairs(stage, name):
             if all(used in catalog for used in (*uses(ref, stage), *uses(base, stage))):
