@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.errors import CorruptionError, RemoteError
 from mergepipe_pipeline.execution.lookup import snapshot_of
 from mergepipe_pipeline.packs.portable import PACKS
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.quality.measure import evaluations_of
 from mergepipe_pipeline.remote.address import BUCKETS, HUB, Address, parse_address
-from mergepipe_pipeline.remote.bucket import Bucket
-from mergepipe_pipeline.remote.push import OutgoingFile, PushResult, push_to_bucket, push_to_hub
+from mergepipe_pipeline.remote.push import Parcel, PushResult, push_parcel
 from mergepipe_pipeline.snapshots.commit import verify_with_progress
 from mergepipe_pipeline.snapshots.export import FIRST_OPENED, files_named, outgoing_files
 from mergepipe_pipeline.snapshots.find import load_snapshot, manifest_of
@@ -57,44 +55,17 @@ def push(
         verify_with_progress(snapshot, progress)
         evaluations = [asdict(e) for e in evaluations_of(warehouse, snapshot.snapshot_id)]
         wanted = not public if provenance is None else provenance
-        files = outgoing_files(snapshot, evaluations, with_provenance=wanted)
-        return _sent(
-            address, snapshot, files, progress, public=public, replace=replace, dry_run=dry_run
-        )
-
-
-def _sent(
-    address: Address,
-    snapshot: Snapshot,
-    files: Sequence[OutgoingFile],
-    progress: Progress,
-    *,
-    public: bool,
-    replace: bool,
-    dry_run: bool,
-) -> PushResult:
-    total = 0 if dry_run else sum(f.nbytes for f in files)
-    with progress.task(f"push {snapshot.snapshot_id[:12]}", total) as advance:
-        if address.scheme in BUCKETS:
-            return push_to_bucket(
-                Bucket(address),
-                files,
-                first_opened=FIRST_OPENED,
-                beside=PACKS,
-                replace=replace,
-                dry_run=dry_run,
-                advance=advance,
-            )
-        return push_to_hub(
-            address,
-            files,
+        parcel = Parcel(
+            outgoing_files(snapshot, evaluations, with_provenance=wanted),
             f"Push snapshot {snapshot.snapshot_id} by MergePipe",
+            FIRST_OPENED,
+            PACKS,
             older=_files_of_older,
-            public=public,
-            replace=replace,
-            dry_run=dry_run,
-            advance=advance,
         )
+        total = 0 if dry_run else parcel.nbytes
+        with progress.task(f"push {snapshot.snapshot_id[:12]}", total) as advance:
+            options = {"public": public, "replace": replace, "dry_run": dry_run}
+            return push_parcel(address, parcel, **options, advance=advance)
 
 
 def writable(to: str) -> Address:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace as replaced
 from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Registration
@@ -37,9 +36,7 @@ from mergepipe_pipeline.packs.portable import (
 )
 from mergepipe_pipeline.packs.store import Pack
 from mergepipe_pipeline.progress import Progress, Silent
-from mergepipe_pipeline.remote.address import BUCKETS, Address
-from mergepipe_pipeline.remote.bucket import Bucket
-from mergepipe_pipeline.remote.push import OutgoingFile, PushResult, push_to_bucket, push_to_hub
+from mergepipe_pipeline.remote.push import OutgoingFile, Parcel, PushResult, push_parcel
 from mergepipe_pipeline.resolution.locate import Places, locate_registered
 from mergepipe_pipeline.resolution.open_models import open_pair
 from mergepipe_pipeline.snapshots.leases import Need
@@ -76,29 +73,17 @@ def push_pack(
         names = [PortableFile(name=f.name, nbytes=f.nbytes, sha256=f.sha256) for f in files]
         contents = tuple(pack.contents.values())
         claim = _of_bytes(EXPERT, PortablePack(expert, contents, tuple(names)).to_bytes())
-        outgoing = (claim, *files)
-        total = 0 if dry_run else sum(f.nbytes for f in outgoing)
+        parcel = Parcel(
+            (claim, *files),
+            f"Push the pack of {name} by MergePipe",
+            (EXPERT,),
+            PACKS,
+            folder=f"{PACKS}/{pack.pack_id}",
+        )
+        total = 0 if dry_run else parcel.nbytes
         with progress.task(f"push pack of {name}", total) as advance:
-            place = f"{PACKS}/{pack.pack_id}"
-            if address.scheme in BUCKETS:
-                return push_to_bucket(
-                    Bucket(Address(address.scheme, f"{address.place}/{place}")),
-                    outgoing,
-                    first_opened=(EXPERT,),
-                    beside=PACKS,
-                    replace=replace,
-                    dry_run=dry_run,
-                    advance=advance,
-                )
-            return push_to_hub(
-                address,
-                [replaced(f, name=f"{place}/{f.name}") for f in outgoing],
-                f"Push the pack of {name} by MergePipe",
-                older=None,
-                public=public,
-                dry_run=dry_run,
-                advance=advance,
-            )
+            options = {"public": public, "replace": replace, "dry_run": dry_run}
+            return push_parcel(address, parcel, **options, advance=advance)
 
 
 def packed_experts(warehouse: Warehouse, what: str, progress: Progress) -> list[str]:
