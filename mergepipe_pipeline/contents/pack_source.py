@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
 from threading import RLock
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,7 +35,12 @@ from mergepipe_pipeline.packs.offline import (
     original_named,
     sound_leftover,
 )
-from mergepipe_pipeline.storage.source import LocalSource, Reading, open_source
+from mergepipe_pipeline.storage.source import (
+    CheckpointSource,
+    LocalSource,
+    Reading,
+    open_source,
+)
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: Tensors whose decoding is kept prepared, and chunks that are decoded at once.
@@ -65,7 +70,7 @@ def pack_files(folder: Path, reading: Reading = "ahead") -> PackFiles:
     return PackFiles(warehouse, expert, folder, reading)
 
 
-class PackFiles:
+class PackFiles(CheckpointSource):
     """The files of an offline expert. Safe for several threads.
 
     Args:
@@ -114,12 +119,6 @@ class PackFiles:
         file = self._weights(path)
         return self._own.mtime_ns(path) if file is None else file.mtime_ns
 
-    def read_range(self, path: str, start_byte: int, nbytes: int) -> bytes:
-        """Exactly `nbytes` bytes from `start_byte`; raises as `read_into`."""
-        buffer = bytearray(nbytes)
-        self.read_into(path, start_byte, memoryview(buffer))
-        return bytes(buffer)
-
     def read_into(self, path: str, start_byte: int, buffer: memoryview) -> None:
         """Fill `buffer` from `start_byte`. Raises CheckpointChangedError past the end.
 
@@ -160,12 +159,6 @@ class PackFiles:
             if self._tensors is not None:
                 self._tensors.close()
                 self._tensors = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def _packed(self) -> _Tensors:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Set
 from functools import partial
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Protocol
 
 from mergepipe_pipeline.digest import new_hash
 from mergepipe_pipeline.errors import CheckpointChangedError, CorruptionError, RemoteError
@@ -23,14 +23,14 @@ from mergepipe_pipeline.remote.fetch import WANTED
 from mergepipe_pipeline.remote.listing import changed, failures_named
 from mergepipe_pipeline.remote.servers import PINS
 from mergepipe_pipeline.storage.side_files import pieces
-from mergepipe_pipeline.storage.source import FileRange, Reading
+from mergepipe_pipeline.storage.source import CheckpointSource, FileRange, Reading
 
 #: Bytes of a source that are fetched before they are read.
 _AHEAD_NBYTES = 64 << 20
 
 
-class RemoteSource:
-    """A checkpoint at an address (a `CheckpointSource`). Safe for several threads.
+class RemoteSource(CheckpointSource):
+    """A checkpoint at an address. Safe for several threads.
 
     Its files are those that were listed when somebody looked for the checkpoint: a read of another
     state of a file raises CheckpointChangedError.
@@ -65,12 +65,6 @@ class RemoteSource:
     def mtime_ns(self, path: str) -> int:
         """A number that changes with the file's tag. Raises CheckpointError if it is not there."""
         return self._listing.stamp_ns(self._listing.file(path))
-
-    def read_range(self, path: str, start_byte: int, nbytes: int) -> bytes:
-        """Exactly `nbytes` bytes from `start_byte`; raises as `read_into`."""
-        buffer = bytearray(nbytes)
-        self.read_into(path, start_byte, memoryview(buffer))
-        return bytes(buffer)
 
     def read_into(self, path: str, start_byte: int, buffer: memoryview) -> None:
         """Fill `buffer` from `start_byte`.
@@ -110,12 +104,6 @@ class RemoteSource:
             was_open, self._is_open = self._is_open, False
         if was_open:
             WANTED.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _fetch_ahead(self, read_nbytes: int = 0) -> None:
         """Begin with what is expected next, as far as it may be ahead."""

@@ -72,15 +72,19 @@ class CheckpointSource(RangedFiles, Protocol):
 
         Raises CheckpointChangedError if there are fewer.
         """
-        ...
+        buffer = bytearray(nbytes)
+        self.read_into(path, start_byte, memoryview(buffer))
+        return bytes(buffer)
 
     def close(self) -> None:
         """Close all files."""
         ...
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class FileRange(NamedTuple):
@@ -115,7 +119,7 @@ class Batched(Protocol):
         ...
 
 
-class LocalSource:
+class LocalSource(CheckpointSource):
     """A folder, or a single weight file, on a mounted file system. Safe for several threads.
 
     Every file is opened as `regular` says: a regular one, in the folder or the hub cache's blobs.
@@ -162,15 +166,6 @@ class LocalSource:
     def mtime_ns(self, path: str) -> int:
         """Time of last change in nanoseconds. Raises CheckpointError if the file is not there."""
         return self._stat(path).st_mtime_ns
-
-    def read_range(self, path: str, start_byte: int, nbytes: int) -> bytes:
-        """Exactly `nbytes` bytes from `start_byte`.
-
-        Raises CheckpointChangedError if there are fewer.
-        """
-        buffer = bytearray(nbytes)
-        self.read_into(path, start_byte, memoryview(buffer))
-        return bytes(buffer)
 
     def read_into(self, path: str, start_byte: int, buffer: memoryview) -> None:
         """Fill `buffer` from `start_byte`. Raises CheckpointChangedError past the end."""
@@ -270,12 +265,6 @@ class LocalSource:
         """Close all files."""
         HANDLES.close(self)
         HANDLES.close(self._direct)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _read_rest(
         self, file: OpenFile, path: str, start_byte: int, buffer: memoryview, done: int
