@@ -18,6 +18,7 @@ from mergepipe_pipeline.domain.outcome import LayerOutcome, Realised
 from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.storage.atomic import remove_tree, write_atomic
+from mergepipe_pipeline.storage.forms import record_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +63,10 @@ class LayerRecords:
     def _read(self, layer: str, plan: MergePlan) -> LayerRecord | None:
         """A record of this plan; None for another's, or where nothing readable is there."""
         path = self._path(layer)
-        with suppress(FileNotFoundError, CorruptionError, KeyError, TypeError):
+        with suppress(FileNotFoundError, CorruptionError, KeyError, ValueError):
             value = unseal(path.read_bytes(), str(path))
             if value["plan_id"] == plan.plan_id:
-                return LayerRecord(**{**value, "cost": Realised(**value["cost"])})
+                return record_of(LayerRecord, value)
         return None
 
     def _path(self, layer: str) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 #: What an evaluator prints: finite numbers by name.
 Metrics = Mapping[str, float]
@@ -173,14 +173,6 @@ class Verdict:
     def summary(self) -> str:
         """What is wrong, or that nothing is, in one sentence."""
         return "; ".join(f.summary for f in self.findings if f.passed == self.passed)
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> Verdict:
-        """The verdict of which `value` is the `asdict`."""
-        findings = tuple(
-            Finding(**{**f, "threshold": Threshold(**f["threshold"])}) for f in value["findings"]
-        )
-        return Verdict(**{**value, "findings": findings})
 
 
 def figure(number: float) -> str:

@@ -323,5 +323,5 @@ class MergePlan:
         return self.base_nbytes + self.estimates.expert_bytes_planned
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON material; `plan_json.plan_from_json` gives an equal plan back."""
+        """Plain JSON material; `forms.record_of` gives an equal plan back."""
         return cast("dict[str, Any]", plain(self))

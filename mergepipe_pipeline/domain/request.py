@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from mergepipe_pipeline.domain.selector import Selected
 
@@ -45,14 +44,6 @@ class Request:
     lenient: bool = False
     copies_tokenizer: bool = True
     truncates: bool = False
-
-    @staticmethod
-    def from_json(value: dict[str, Any]) -> Request:
-        """The request of which `value` is the `asdict`."""
-        models = tuple(RequestedModel(**m) for m in value["models"])
-        texts = {key: tuple(value.get(key, ())) for key in ("packs", "left_out")}
-        selected = tuple(map(Selected.from_json, value.get("selected", ())))
-        return Request(**{**value, "models": models, "selected": selected, **texts})
 
 
 #: Nothing overrules the recipe, no model is known yet.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +52,6 @@ class Selected:
     def answers(self) -> tuple[tuple[str, str], ...]:
         """Every expert of the selector's names and tags: "taken", or why it is left out."""
         return (*((name, "taken") for name in self.taken), *self.left)
-
-    @staticmethod
-    def from_json(value: dict[str, Any]) -> Selected:
-        """The answer of which `value` is the `asdict`."""
-        selector = value["selector"]
-        return Selected(
-            value["place"],
-            Selector(**{**selector, "exclude": tuple(selector["exclude"])}),
-            tuple(value["taken"]),
-            tuple((name, why) for name, why in value["left"]),
-        )
 
 
 def by_expert(selected: Iterable[Selected]) -> dict[str, str]:

@@ -8,19 +8,19 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from mergepipe_pipeline.digest import canonical_json, seal_line, sha256_hex, unseal, unseal_line
-from mergepipe_pipeline.domain.places import with_folders
 from mergepipe_pipeline.domain.plan import MergePlan
-from mergepipe_pipeline.domain.plan_json import plan_from_json
 from mergepipe_pipeline.domain.request import Request, RequestedModel
 from mergepipe_pipeline.domain.snapshot import MANIFEST, PROVENANCE, Snapshot
 from mergepipe_pipeline.errors import CorruptionError, NotFoundError
 from mergepipe_pipeline.snapshots.find import load_snapshot, read_manifest
 from mergepipe_pipeline.storage.atomic import remove_tree, write_atomic
 from mergepipe_pipeline.storage.chain import MOST_VERSIONS
+from mergepipe_pipeline.storage.forms import record_of
 from mergepipe_pipeline.text import whole_number
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -52,7 +52,7 @@ def load_working_plan(warehouse: Warehouse, recipe: str, plan_id: str, sha256: s
     path = warehouse.working_plan_path(recipe, sha256)
     refuse_other_plan(path, sha256)
     plan = _read(path, lambda _, value: checked_plan(plan_id, value))
-    return with_folders(plan, warehouse.roots.here)
+    return _with_folders(plan, warehouse.roots.here)
 
 
 def refuse_other_plan(path: Path, sha256: str) -> None:
@@ -81,8 +81,19 @@ def working_plans(warehouse: Warehouse) -> list[Path]:
     return sorted(warehouse.releases.glob("*.plan"))
 
 
+def _with_folders(plan: MergePlan, placed: Callable[[str], str]) -> MergePlan:
+    """The plan with each folder as `placed` gives it; its id covers none of them."""
+    models = (replace(m, root=placed(m.root)) for m in plan.request.models)
+    return replace(
+        plan,
+        sources=tuple(replace(s, root=placed(s.root)) for s in plan.sources),
+        packs=tuple(replace(p, root=placed(p.root)) for p in plan.packs),
+        request=replace(plan.request, models=tuple(models)),
+    )
+
+
 def _recorded(warehouse: Warehouse, plan: MergePlan) -> bytes:
-    recorded = with_folders(plan, warehouse.roots.recorded).to_json()
+    recorded = _with_folders(plan, warehouse.roots.recorded).to_json()
     return seal_line(canonical_json(recorded))
 
 
@@ -99,7 +110,7 @@ def load_plan(warehouse: Warehouse, plan_id: str) -> MergePlan:
             found=plan_id,
             next_step="make it with `mergepipe plan RECIPE`",
         )
-    return with_folders(_read(path, checked_plan), warehouse.roots.here)
+    return _with_folders(_read(path, checked_plan), warehouse.roots.here)
 
 
 def stored_plans(warehouse: Warehouse, read: Callable[[str, Any], T]) -> Iterator[tuple[str, T]]:
@@ -116,7 +127,7 @@ def stored_plans(warehouse: Warehouse, read: Callable[[str, Any], T]) -> Iterato
 
 def checked_plan(plan_id: str, value: Any) -> MergePlan:
     """The plan of a JSON value, as recorded. Raises ValueError if it has another id."""
-    plan = plan_from_json(value)
+    plan = record_of(MergePlan, value)
     if plan.plan_id != plan_id:
         raise ValueError(f"the plan {plan.plan_id} under the name of {plan_id}")
     return plan
@@ -181,7 +192,7 @@ def request_of(snapshot: Snapshot) -> Request:
     """
     made = provenance_of(snapshot)
     if "request" in made:
-        return Request.from_json(made["request"])
+        return record_of(Request, made["request"])
     inputs = zip(snapshot.manifest.inputs, made["sources"], strict=True)
     return Request(
         models=tuple(

@@ -97,6 +97,23 @@ def check_form(form: type[T], value: Any, where: str, what: str, next_step: str)
     return found
 
 
+def record_of(kind: type[T], value: Any) -> T:
+    """The dataclass of which `value` is the `asdict` or the JSON; lists become tuples again.
+
+    Raises ValueError for what is none, also for one with further keys.
+    """
+    form: Any = kind
+    (found,) = _exact(form).validate_python((value,))
+    record: T = found
+    return record
+
+
+@cache
+def _exact(form: Any) -> TypeAdapter[Any]:
+    # Dataclasses in a container take the container's settings, all the way down.
+    return TypeAdapter(tuple[form], config=ConfigDict(extra="forbid"))
+
+
 @cache
 def _adapter(form: Any) -> TypeAdapter[Any]:
     return TypeAdapter(form)

@@ -6,11 +6,10 @@ refused, so that nobody asks again for the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mergepipe_pipeline.digest import seal, unseal
 from mergepipe_pipeline.domain.evaluation import Evaluation, Evaluator, Verdict
@@ -28,6 +27,7 @@ from mergepipe_pipeline.quality.measure import evaluate, kept
 from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.snapshots.stores import Marks
 from mergepipe_pipeline.storage.atomic import remove_tree, write_atomic
+from mergepipe_pipeline.storage.forms import record_of
 from mergepipe_pipeline.warehouse import Warehouse
 
 if TYPE_CHECKING:
@@ -214,7 +214,6 @@ def refusal(warehouse: Warehouse, recipe: str) -> Refusal | None:
     """What the recipe's gate refused last; None for nothing, or what cannot be read any more."""
     path = warehouse.refusal_path(recipe)
     try:
-        value: Mapping[str, Any] = unseal(path.read_bytes(), str(path))
-    except (FileNotFoundError, CorruptionError):  # then the gate is asked again
+        return record_of(Refusal, unseal(path.read_bytes(), str(path)))
+    except (FileNotFoundError, CorruptionError, ValueError):  # then the gate is asked again
         return None
-    return Refusal(**{**value, "verdict": Verdict.from_json(value["verdict"])})

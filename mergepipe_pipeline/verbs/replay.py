@@ -37,6 +37,7 @@ from mergepipe_pipeline.recipe.selectors import Recorded
 from mergepipe_pipeline.resolution.open_models import packable
 from mergepipe_pipeline.resolution.recipe_text import as_asked, parse
 from mergepipe_pipeline.resolution.resolve import ResolvedRecipe, resolve_stage
+from mergepipe_pipeline.storage.forms import record_of
 from mergepipe_pipeline.verbs.pack import repack
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -110,7 +111,7 @@ def _request(snapshot: Snapshot, provenance: Mapping[str, Any]) -> Request:
             found=f"one that `mergepipe {verb}` made",
             next_step="run that command again: `made_by` in provenance.json has its parameters",
         )
-    return Request.from_json(provenance["request"])
+    return record_of(Request, provenance["request"])
 
 
 def _refuse_unknown(given: Mapping[str, str], request: Request) -> None:

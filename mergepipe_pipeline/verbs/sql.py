@@ -18,6 +18,7 @@ from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.execution.lookup import provenance_of, stored_plans
 from mergepipe_pipeline.snapshots.find import list_snapshots
+from mergepipe_pipeline.storage.forms import record_of
 from mergepipe_pipeline.warehouse import Warehouse
 
 _LOG = logging.getLogger("mergepipe")
@@ -102,11 +103,8 @@ def _snapshots(warehouse: Warehouse) -> Iterator[_Row]:
 def _snapshot_inputs(warehouse: Warehouse) -> Iterator[_Row]:
     versions = _first_versions(warehouse.catalog)
     for snapshot, stored in _with_provenance(warehouse):
-        sources, selected = (
-            stored["sources"],
-            stored.get("request", {}).get("selected", ()),
-        )
-        selectors = by_expert(map(Selected.from_json, selected))
+        sources, selected = stored["sources"], stored.get("request", {}).get("selected", ())
+        selectors = by_expert(record_of(Selected, s) for s in selected)
         for entry, source in zip(snapshot.manifest.inputs, sources, strict=True):
             checkpoint_id = source["checkpoint_id"]
             yield (

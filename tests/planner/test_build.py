@@ -17,7 +17,6 @@ from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.operator import Choosing
 from mergepipe_pipeline.domain.plan import ExpertInput, MergePlan
-from mergepipe_pipeline.domain.plan_json import plan_from_json
 from mergepipe_pipeline.domain.recipe import (
     BaseTensor,
     Budget,
@@ -31,6 +30,7 @@ from mergepipe_pipeline.domain.view import LowRank
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.planner.parts import Method, TensorFacts
 from mergepipe_pipeline.planner.plan_builder import PlanBuilder, PlanInput, Side
+from mergepipe_pipeline.storage.forms import record_of
 from tests.analysis.pairs import analyze_one
 from tests.support import oracles
 from tests.support.kinds import KINDS, Kinds, make_kinds
@@ -202,7 +202,7 @@ def test_an_expert_is_named_by_what_it_holds(family: Family) -> None:
 
 def test_plans_of_every_kind_of_view_survive_their_json(family: Family) -> None:
     plan = family.plan(0.4)
-    again = plan_from_json(json.loads(json.dumps(plan.to_json())))
+    again = record_of(MergePlan, json.loads(json.dumps(plan.to_json())))
     assert again == plan
     assert again.plan_id == plan.plan_id
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from mergepipe_pipeline.domain.plan import ExpertInput, MergePlan
-from mergepipe_pipeline.domain.plan_json import plan_from_json
 from mergepipe_pipeline.errors import BudgetError
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import parse
+from mergepipe_pipeline.storage.forms import record_of
 from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
@@ -96,7 +96,7 @@ def test_a_merge_from_packs_errs_as_its_plan_predicts_and_never_more_than_its_bo
         assert found.predicted_error == pytest.approx(error, rel=0.1)
     # Votes and trims are tried on 64 elements of each block: near, without a promise how near.
     assert error / 2 <= found.predicted_error <= error * 2
-    assert plan_from_json(json.loads(json.dumps(outcome.plan.to_json()))) == outcome.plan
+    assert record_of(MergePlan, json.loads(json.dumps(outcome.plan.to_json()))) == outcome.plan
 
 
 @pytest.mark.parametrize("method", [*dict.fromkeys(METHODS), *EXACT])

@@ -15,6 +15,7 @@ from mergepipe_pipeline.domain.selector import Selected, Selector, by_expert
 from mergepipe_pipeline.errors import RecipeError
 from mergepipe_pipeline.recipe.parse import ParsedRecipe, parse_recipes
 from mergepipe_pipeline.recipe.selectors import NothingSelectedError, Recorded, fits
+from mergepipe_pipeline.storage.forms import record_of
 from tests.recipe.schemas import METHODS
 
 NAMES = ("chat-a", "chat-b", "code-a", "code-b", "math")
@@ -92,7 +93,7 @@ def test_a_selection_says_which_selector_took_whom_and_survives_json() -> None:
     assert first.label == "models[0]: match *-a, exclude code-*"
     assert (second.taken, second.left) == (("chat-b",), (("math", "the recipe names it"),))
     assert by_expert(parsed.selected)["chat-b"] == "models[2]: tag new"
-    assert [Selected.from_json(asdict(s)) for s in parsed.selected] == [first, second]
+    assert [record_of(Selected, asdict(s)) for s in parsed.selected] == [first, second]
 
 
 def test_what_a_selector_cannot_say_is_told_at_its_line() -> None:
