@@ -145,21 +145,16 @@ def resolve_stage(
     warehouse: Warehouse,
     parsed: ParsedRecipe,
     pending: Mapping[str, Checkpoint],
-    *,
-    relative_to: Path | None = None,
-    budget: str | None = None,
-    strategy: str | None = None,
-    block_elems: int | None = None,
-    checkpoints: Mapping[str, Checkpoint] | None = None,
-    no_packs: bool = False,
-    leave_out: Collection[str] = (),
+    **planning: Unpack[Planning],
 ) -> ResolvedRecipe:
     """As `resolve`, for one stage; `pending` are the results of earlier ones by name."""
-    places = Places(warehouse, relative_to, {**(checkpoints or {}), **pending})
+    request = _request(parsed, planning)
+    known = {**(planning.get("checkpoints") or {}), **pending}
+    places = Places(warehouse, planning.get("relative_to"), known)
     recipe, models = open_stage(places, parsed)
-    recipe, models = with_own_matrices(*without(recipe, models, leave_out))
+    recipe, models = with_own_matrices(*without(recipe, models, request.left_out))
     fitted = _fit(warehouse, parsed, recipe, models)
-    if no_packs:
+    if request.no_packs:
         _refuse_away(models, pending)
     template = fitted.models[fitted.side.template]
     warnings = [*recipe.warnings, *fitted.warnings, *tied_updates(models, recipe.base)]
@@ -176,8 +171,8 @@ def resolve_stage(
         if places.has(name)
     ]
     warnings += _kept_out(warehouse, models, pending)
-    recipe = _as_asked(replace(recipe, warnings=tuple(warnings)), budget, strategy)
-    grid = grid_for(template, block_elems or parsed.block_elems)
+    recipe = _as_asked(replace(recipe, warnings=tuple(warnings)), request)
+    grid = grid_for(template, request.block_elems or parsed.block_elems)
     outputs = _outputs(recipe, fitted.models)
     return ResolvedRecipe(
         recipe=recipe,
@@ -187,18 +182,19 @@ def resolve_stage(
         originals=tuple(models),
         side=fitted.side,
         tokenizer=fitted.tokenizer,
-        request=_request(
-            parsed, Request(budget, strategy, block_elems, no_packs=no_packs), leave_out
-        ),
+        request=request,
     )
 
 
-def _request(parsed: ParsedRecipe, request: Request, leave_out: Collection[str]) -> Request:
-    """The `request` of a caller, with how the recipe was read."""
-    return replace(
-        request,
+def _request(parsed: ParsedRecipe, planning: Planning) -> Request:
+    """What a caller says of the planning, with how the recipe was read."""
+    return Request(
+        planning.get("budget"),
+        planning.get("strategy"),
+        planning.get("block_elems"),
+        no_packs=planning.get("no_packs", False),
         selected=parsed.all_selected,
-        left_out=tuple(sorted(leave_out)),
+        left_out=tuple(sorted(planning.get("leave_out", ()))),
         lenient=parsed.lenient,
         copies_tokenizer=parsed.copies_tokenizer,
         truncates=parsed.truncates,
@@ -250,13 +246,13 @@ def _fit(
     return _Fit(tuple(models), side, tokenizer, (*warnings, *cropped))
 
 
-def _as_asked(recipe: Recipe, budget: str | None, strategy: str | None) -> Recipe:
+def _as_asked(recipe: Recipe, request: Request) -> Recipe:
     """The recipe with the budget and strategy of the call, where it names them."""
-    if budget is not None:
-        amount = parse_budget(budget, "--budget")
+    if request.budget is not None:
+        amount = parse_budget(request.budget, "--budget")
         recipe = replace(recipe, budget=with_amount(recipe.budget, amount))
-    if strategy is not None:
-        recipe = replace(recipe, strategy=known_strategy(strategy, "--strategy"))
+    if request.strategy is not None:
+        recipe = replace(recipe, strategy=known_strategy(request.strategy, "--strategy"))
     return recipe
 
 
