@@ -19,31 +19,23 @@ from mergepipe_pipeline.cli.main import main as group
 from mergepipe_pipeline.errors import MergePipeError
 from tests.docs.page import DOCS, ROOT
 
-#: Options of every command, which the page states once.
-_COMMON = {"home_dir", "as_json"}
-
-
 def commands() -> str:
-    """Every command with its usage, help and options."""
-    return "\n".join(_command(name, group.commands[name]) for name in sorted(group.commands))
-
-
-def _command(name: str, command: click.Command) -> str:
-    context = click.Context(command, info_name=f"mergepipe {name}")
-    usage = " ".join(command.collect_usage_pieces(context))
-    text = inspect.cleandoc(command.help or "").replace("\b\n", "")
-    lines = [f"### mergepipe {name}", "", f"`mergepipe {name} {usage}`", "", text, ""]
-    records = [
-        record
-        for option in command.params
-        if isinstance(option, click.Option) and option.name not in _COMMON
-        if (record := option.get_help_record(context))
+    """Every command with its arguments and the first sentence of its help."""
+    rows = [
+        f"| {_cell(f'`mergepipe {name}{_arguments(command)}`')} | {_cell(_sentence(command))} |"
+        for name, command in sorted(group.commands.items())
     ]
-    if records:
-        lines += ["| option | meaning |", "|---|---|"]
-        lines += [f"| `{_cell(option)}` | {_cell(meaning)} |" for option, meaning in records]
-        lines.append("")
-    return "\n".join(lines)
+    return "\n".join(["| command | what it does |", "|---|---|", *rows, ""])
+
+
+def _arguments(command: click.Command) -> str:
+    context = click.Context(command)
+    pieces = [p for p in command.collect_usage_pieces(context) if p != "[OPTIONS]"]
+    return "".join(f" {piece}" for piece in pieces)
+
+
+def _sentence(command: click.Command) -> str:
+    return inspect.cleandoc(command.help or "").partition("\n\n")[0]
 
 
 def codes() -> str:

@@ -19,7 +19,6 @@ from tests.docs.page import DOCS, ROOT, blocks, is_run, run_page
 
 README = ROOT / "README.md"
 PAGES = (README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted(DOCS.rglob("*.md")))
-CLI = (DOCS / "cli.md").read_text()
 #: Blocks of `sh` that are no lines of `mergepipe`: what they begin with, and where they are run.
 ELSEWHERE = {
     "python3 -m venv": "by hand on a fresh clone; `make test` installs the same",
@@ -112,11 +111,6 @@ def test_every_command_and_option_that_a_page_names_exists() -> None:
         for name, options in re.findall(r"mergepipe ([a-z]+(?:-[a-z]+)*)\b([^`\n]*)`", text):
             known = {o for p in main.commands[name].params for o in p.opts}
             assert set(re.findall(r"--[a-z-]+", options)) <= known, f"{path.name}: {name}{options}"
-
-
-def test_every_command_is_in_the_table() -> None:
-    named = re.findall(r"`mergepipe ([\w-]+)", CLI[: CLI.index("## ")])
-    assert set(main.commands) == set(named)
 
 
 def test_the_make_targets_exist() -> None:

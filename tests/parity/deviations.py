@@ -76,7 +76,7 @@ DEVIATIONS: dict[str, tuple[str, ...]] = {
         "test_tied_adapters.py::"
         "test_a_model_with_an_adapter_is_what_peft_merges_and_mergekit_loads",
     ),
-    "a model without a head whose config ties none (encoders, reward models)": (
+    "a model without a head whose config ties none": (
         f"{_INPUTS}::"
         "test_mergekit_takes_the_embedding_of_a_model_without_a_head_for_one_and_we_the_bases",
     ),
@@ -87,7 +87,7 @@ DEVIATIONS: dict[str, tuple[str, ...]] = {
     "head after slices of unequally many models": (
         "test_deviations.py::test_mergekit_leaves_sources_of_the_last_slice_out_of_the_head",
     ),
-    "last norm and head after slices of an architecture that it does not know": (
+    "last norm and head after slices of an unknown architecture": (
         "test_deviations.py::"
         "test_the_head_of_an_architecture_unknown_to_mergekit_is_the_first_slices_there",
     ),
