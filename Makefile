@@ -10,7 +10,6 @@ BENCH_K ?= 2 5
 BENCH_ROUNDS ?= 3
 BENCH_PEER ?= --peer
 BENCH_ROWS ?= bench/rows.jsonl
-BENCH_RESULTS ?= bench/RESULTS.md
 TORTURE ?= all
 PYTEST := $(BIN)/pytest -n 3 --dist worksteal -q --durations=25
 
@@ -26,7 +25,7 @@ help:
 	@echo "make test-all  and parity by random recipes, real daemons, the browser (20 minutes)"
 	@echo "make torture faults, kills, rot, hostile inputs, lying servers and more, long (over an hour)"
 	@echo "make soak    a real daemon through a seeded month of events (10 minutes)"
-	@echo "make bench   merges against the disk and mergekit, cold: $(BENCH_RESULTS)"
+	@echo "make bench   merges against the disk and mergekit, cold"
 
 venv: $(VENV)/.installed
 
@@ -77,7 +76,6 @@ bench: venv
 		--rounds $(BENCH_ROUNDS) --json $(BENCH_ROWS)
 	$(BIN)/python -m tests.lab.bench.bench_merge --preset $(BENCH_PRESET) -k $(BENCH_K) \
 		--rounds $(BENCH_ROUNDS) $(BENCH_PEER) --json $(BENCH_ROWS)
-	$(BIN)/python -m tests.lab.bench.report $(BENCH_ROWS) --out $(BENCH_RESULTS)
 
 torture: venv
 	$(BIN)/python -m tests.lab.torture $(TORTURE)

@@ -1,4 +1,4 @@
-"""Writes what pages say of commands, exit codes and rooms: `python -m tests.docs.generate`.
+"""Writes what pages say of commands, codes, rooms and merges: `python -m tests.docs.generate`.
 
 Each generated part stands between two comments of its page, by which it is found and replaced.
 """
@@ -18,6 +18,11 @@ from mergepipe_pipeline import errors
 from mergepipe_pipeline.cli.main import main as group
 from mergepipe_pipeline.errors import MergePipeError
 from tests.docs.page import DOCS, ROOT
+from tests.lab.bench.report import report
+from tests.lab.bench.rows import load
+
+#: What `make bench` measured last, on the machine that the table names.
+RECORDED = ROOT / "tests" / "lab" / "bench" / "recorded.jsonl"
 
 def commands() -> str:
     """Every command with its arguments and the first sentence of its help."""
@@ -48,6 +53,11 @@ def codes() -> str:
         for c in sorted(classes, key=lambda c: c.exit_code)
     ]
     return "\n".join(["| exit code | class | meaning |", "|---|---|---|", *rows, ""])
+
+
+def benchmarks() -> str:
+    """The tables of the recorded merges."""
+    return report(load(RECORDED)) + "\n"
 
 
 def rooms() -> str:
@@ -82,6 +92,7 @@ def _cell(text: str) -> str:
 
 PARTS: Mapping[str, tuple[Path, Callable[[], str]]] = {
     "commands": (DOCS / "cli.md", commands),
+    "merges": (DOCS / "benchmarks.md", benchmarks),
     "codes": (DOCS / "errors.md", codes),
     "rooms": (ROOT / "CONTRIBUTING.md", rooms),
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.lab.bench import FOLDER
 from tests.lab.bench.family import cached_family
 from tests.lab.bench.layouts import PRESETS
-from tests.lab.bench.report import line, tables
+from tests.lab.bench.report import line, report
 from tests.lab.bench.rows import Row, append
 
 
@@ -34,11 +34,11 @@ def family_and_work(args: argparse.Namespace, k: int) -> tuple[Path, Path]:
 
 
 def keep(rows: Iterable[Row], file: Path | None) -> None:
-    """Print rows as they are measured and add them to `file`, then print the tables."""
+    """Print rows as they are measured and add them to `file`, then print their tables."""
     found = []
     for row in rows:
         found.append(row)
         if file:
             append(file, row)
         print(line(row), flush=True)
-    print(tables(found))
+    print(report(found))
