@@ -2,7 +2,7 @@
 
 A change of what files hold or of how they are named makes a new version. What is in the folder of
 another version is not known: it is found again from headers and weights where it is needed.
-`tests/golden/FORMATS.md` lists all formats of a warehouse.
+`docs/formats.md` describes all formats of a warehouse.
 """
 
 from __future__ import annotations

@@ -92,7 +92,6 @@ def _cell(text: str) -> str:
 
 PARTS: Mapping[str, tuple[Path, Callable[[], str]]] = {
     "commands": (DOCS / "cli.md", commands),
-    "merges": (DOCS / "benchmarks.md", benchmarks),
     "codes": (DOCS / "errors.md", codes),
     "rooms": (ROOT / "CONTRIBUTING.md", rooms),
 }
