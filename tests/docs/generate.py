@@ -24,6 +24,7 @@ from tests.lab.bench.rows import load
 #: What `make bench` measured last, on the machine that the table names.
 RECORDED = ROOT / "tests" / "lab" / "bench" / "recorded.jsonl"
 
+
 def commands() -> str:
     """Every command with its arguments and the first sentence of its help."""
     rows = [
@@ -61,17 +62,18 @@ def benchmarks() -> str:
 
 
 def rooms() -> str:
-    """The layers that import-linter judges, the uppermost first, with what each room says it is."""
+    """The rooms by storeys, in the order that import-linter judges, with what each says it is."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     contracts = project["tool"]["importlinter"]["contracts"]
     (layers,) = (c["layers"] for c in contracts if c["name"].startswith("The house"))
-    rows = [
-        f"| {storey} | {_room(name)} | {_cell(_told(name))} |"
-        for storey, layer in enumerate(reversed(layers), 1)
-        for name in layer.split(" | ")
-    ]
-    rows.sort(key=lambda row: -int(row.split()[1]))
-    return "\n".join(["| storey | room | what it is |", "|---|---|---|", *rows, ""])
+    storeys, lines = iter(STOREYS.items()), ["| storey | room | what it is |", "|---|---|---|"]
+    storey, lowest = next(storeys)
+    for layer in layers:
+        names = layer.split(" | ")
+        lines += [f"| {storey} | {_room(name)} | {_cell(_told(name))} |" for name in names]
+        if any(name.endswith(f".{lowest}") for name in names):
+            storey, lowest = next(storeys, ("", ""))
+    return "\n".join([*lines, ""])
 
 
 def _room(name: str) -> str:
@@ -89,6 +91,15 @@ def _told(name: str) -> str:
 def _cell(text: str) -> str:
     return " ".join(text.replace("|", r"\|").split())
 
+
+#: The storeys of the house, the uppermost first, each with its lowest room.
+STOREYS = {
+    "faces": "api",
+    "verbs": "execution",
+    "facts": "catalog",
+    "storage": "storage",
+    "domain": "secrets",
+}
 
 PARTS: Mapping[str, tuple[Path, Callable[[], str]]] = {
     "commands": (DOCS / "cli.md", commands),
