@@ -18,11 +18,6 @@ from mergepipe_pipeline import errors
 from mergepipe_pipeline.cli.main import main as group
 from mergepipe_pipeline.errors import MergePipeError
 from tests.docs.page import DOCS, ROOT
-from tests.lab.bench.report import report
-from tests.lab.bench.rows import load
-
-#: What `make bench` measured last, on the machine that the table names.
-RECORDED = ROOT / "tests" / "lab" / "bench" / "recorded.jsonl"
 
 
 def commands() -> str:
@@ -54,11 +49,6 @@ def codes() -> str:
         for c in sorted(classes, key=lambda c: c.exit_code)
     ]
     return "\n".join(["| exit code | class | meaning |", "|---|---|---|", *rows, ""])
-
-
-def benchmarks() -> str:
-    """The tables of the recorded merges."""
-    return report(load(RECORDED)) + "\n"
 
 
 def rooms() -> str:
