@@ -1,23 +1,45 @@
-"""What an expert's pack is made of: tensors, units and thresholds, from the catalog's statistics.
+"""What an expert's pack is made from, and about what it would take and save before it is made.
 
-Steps and thresholds are those of whole tensors as the catalog knows them, so a pack does not depend
-on when or with what it was made, and X20 holds exactly what a trim to that density keeps.
+The sizes of exact tiers do not follow from statistics of deltas, but from how far apart the numbers
+of expert and base lie in places of the last bit: some chunks, spread evenly, are encoded to see.
 """
 
 from __future__ import annotations
 
-from math import prod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, prod
 
+import numpy as np
+
+from mergepipe_pipeline.analysis.order import from_top
+from mergepipe_pipeline.arrays import F64Array
+from mergepipe_pipeline.checkpoints.reader import BlockReader
+from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.domain.model import Model, grid_for
-from mergepipe_pipeline.domain.pack import X20_DENSITY, TensorContent
-from mergepipe_pipeline.domain.view import moved
-from mergepipe_pipeline.facts.analysed import AnalysedExpert, FactTables, Sparsified
-from mergepipe_pipeline.packs.codec import unit_of
-from mergepipe_pipeline.packs.contents import packed_contents
-from mergepipe_pipeline.packs.writer import Packing
+from mergepipe_pipeline.domain.pack import (
+    CHUNK_ELEMS,
+    TIERS,
+    TIERS_OF,
+    X20_DENSITY,
+    TensorContent,
+    Tier,
+)
+from mergepipe_pipeline.domain.stats import HIST_SHIFT, TensorStats
+from mergepipe_pipeline.domain.view import TensorView
+from mergepipe_pipeline.dtypes import itemsize
+from mergepipe_pipeline.facts.packs import READ_BYTES_PER_S, known_digests
+from mergepipe_pipeline.packs.contents import packed_contents, packed_names
 from mergepipe_pipeline.progress import Progress
+from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.warehouse import Warehouse
+
+#: Seconds of one core to pack an element: both models read and compared, all tiers encoded, the
+#: exact ones decoded again, hashed and written.
+_ENCODE_ELEM_S = 25e-9
+#: Chunks of an expert that are encoded: 12 MiB of bfloat16 of it and its base, 0.1 s of a core.
+_SAMPLES = 48
 
 
 def contents_of(
@@ -31,43 +53,126 @@ def contents_of(
     return packed_contents(expert, base, digests, base_digests)
 
 
-def packings_of(
-    warehouse: Warehouse, expert: Model, base: Model, progress: Progress | None = None
-) -> tuple[Packing, ...]:
-    """The tensors of a pack with their units and thresholds; analyses what the catalog lacks.
+@dataclass(frozen=True, slots=True)
+class PackEstimate:
+    """About what packing an expert would take: bytes per tier, seconds; and what it would save.
 
-    Sources of the views are the expert's checkpoints, then the base's.
+    `pays_back_after` exact merges have read as many bytes less as packing takes time; None if
+    tiers X20 and X are not smaller than the expert.
     """
-    grid = grid_for(base, None)
-    contents = contents_of(warehouse, expert, base, progress)
-    pairs = [(c.name, c.base_name) for c in contents]
-    analysed, tables = AnalysedExpert(warehouse, expert, base, grid, pairs, progress), FactTables()
-    analysed.complete()
-    stats = analysed.stats(without=("sketch", "sample", "hist"))
-    trimmed = [_trimmed(content) for content in contents]
-    analysed.add("trim", trimmed, tables, in_full=True)
-    return tuple(
-        Packing(
-            content,
-            expert.views[content.name],
-            moved(base.views[content.base_name], len(expert.checkpoints)),
-            unit_of(tensor_stats.l2sq, tensor_stats.nonzero),
-            tables.trims[s.place].threshold_bits,
-        )
-        for content, s in zip(contents, trimmed, strict=True)
-        for tensor_stats in (stats.by_pair[s.pair],)
+
+    name: str
+    base: str
+    tier_nbytes: Mapping[Tier, int]
+    packed_nbytes: int
+    expert_nbytes: int
+    seconds: float
+    pays_back_after: int | None
+
+    @property
+    def exact_nbytes(self) -> int:
+        """Bytes that an exact merge reads of the pack in place of the tensors in it."""
+        return sum(self.tier_nbytes[t] for t in TIERS_OF["X"])
+
+
+def estimate_pack(
+    warehouse: Warehouse, expert: Model, base: Model, samples: int = _SAMPLES
+) -> PackEstimate | None:
+    """The estimated size of an expert's pack; None if it has one, or is not analysed.
+
+    Reads some chunks, and writes nothing. Raises what reading the checkpoints raises.
+    """
+    names = packed_names(expert, base)
+    stats = _stats(warehouse, expert, base)
+    if not names or not stats.keys() >= set(names) or _has_pack(warehouse, expert, base):
+        return None
+    views = [expert.views[name] for name in names]
+    rates = np.zeros(len(TIERS))
+    for view, chunk in _spread(views, samples):
+        rates += _encoded(expert, base, view, chunk, stats[view.name]) / samples
+    nbytes = sum(v.stored_nbytes for v in views)
+    sizes = dict(zip(TIERS, (rates * nbytes).astype(int).tolist(), strict=True))
+    n_elems = sum(v.numel for v in views)
+    return PackEstimate(
+        expert.name,
+        base.name,
+        sizes,
+        nbytes,
+        expert.checkpoint.nbytes,
+        _packing_s(n_elems, nbytes),
+        pays_back_after(n_elems, nbytes, sizes),
     )
 
 
-def _trimmed(content: TensorContent) -> Sparsified:
-    """A trim to the density of X20, which a recipe might ask for as well."""
-    return Sparsified(
-        place=(content.name, 0),
-        pair=(content.name, content.base_name),
-        position=0,
-        seed=0,
-        params=(),
-        model_params=(("density", X20_DENSITY),),
-        shape=content.shape,
-        numel=prod(content.shape),
+def pays_back_after(n_elems: int, nbytes: int, tier_nbytes: Mapping[Tier, int]) -> int | None:
+    """Exact merges that, reading less, save the seconds that packing takes; None if never.
+
+    Packing `n_elems` elements in `nbytes`, by what it usually takes: a first run compiles kernels.
+    """
+    saved_nbytes = nbytes - sum(tier_nbytes.get(tier, nbytes) for tier in TIERS_OF["X"])
+    if saved_nbytes <= 0:
+        return None
+    return max(1, ceil(_packing_s(n_elems, nbytes) * READ_BYTES_PER_S / saved_nbytes))
+
+
+def _packing_s(n_elems: int, nbytes: int) -> float:
+    read_s = 2 * nbytes / READ_BYTES_PER_S  # the expert and its base
+    return max(n_elems * _ENCODE_ELEM_S / threads.analysis(), read_s)
+
+
+def _stats(warehouse: Warehouse, expert: Model, base: Model) -> dict[str, TensorStats]:
+    """What the catalog knows of an expert's tensors, by name, without reading any."""
+    facts = warehouse.catalog.facts(base.model_id, expert.model_id)
+    stats = facts.stats(grid_for(base, None).block_elems, without=("sketch", "sample"))
+    return {t.tensor: t for t in stats.tensors if t.tensor == t.base_tensor}
+
+
+def _has_pack(warehouse: Warehouse, expert: Model, base: Model) -> bool:
+    digests, base_digests = (known_digests(warehouse, model) for model in (expert, base))
+    if digests is None or base_digests is None:
+        return False
+    return warehouse.packs.best(packed_contents(expert, base, digests, base_digests)) is not None
+
+
+def _spread(views: Sequence[TensorView], samples: int) -> Iterator[tuple[TensorView, int]]:
+    """Chunks as (tensor, number) that are spread evenly over all bytes."""
+    ends = np.cumsum([v.stored_nbytes for v in views])
+    for at in (np.arange(samples) + 0.5) / samples * int(ends[-1]):
+        number = int(np.searchsorted(ends, at, side="right"))
+        view = views[number]
+        start = int(ends[number]) - view.stored_nbytes
+        yield view, int((at - start) // (CHUNK_ELEMS * itemsize(view.dtype)))
+
+
+def _encoded(
+    expert: Model, base: Model, view: TensorView, chunk: int, stats: TensorStats
+) -> F64Array:
+    """float64 [tiers]: bytes of a chunk's frames, per byte of the expert."""
+    # Imported here: it loads Numba, a quarter of a second that is lost if nothing is estimated.
+    from mergepipe_pipeline.packs.codec import BITS_OF, encode_chunk, unit_of
+
+    first, stop = chunk * CHUNK_ELEMS, min(view.numel, (chunk + 1) * CHUNK_ELEMS)
+    expert_bits, base_bits = (
+        np.frombuffer(_read(model, model.views[view.name], first, stop), BITS_OF[view.dtype])
+        for model in (expert, base)
     )
+    unit, threshold = unit_of(stats.l2sq, stats.nonzero), _threshold(stats, prod(view.shape))
+    frames = encode_chunk(expert_bits, base_bits, view.dtype, unit, threshold).frames
+    return np.array([len(frames[t]) for t in TIERS]) / expert_bits.nbytes
+
+
+def _threshold(stats: TensorStats, numel: int) -> int:
+    """About the least |δ| in X20, as float32 pattern: the bin of the histogram that it lies in."""
+    keep = max(1, int(X20_DENSITY * numel))
+    if keep >= stats.nonzero:
+        return 0
+    bin_, _ = from_top(stats.hist_bins.astype(np.int64), stats.hist_counts, keep)
+    return bin_ << HIST_SHIFT
+
+
+def _read(model: Model, view: TensorView, first: int, stop: int) -> bytearray:
+    """Stored elements [first, stop) of a whole tensor."""
+    (part,) = view.stored
+    checkpoint = model.checkpoints[part.source]
+    with open_source(checkpoint.root, "exact") as source:
+        return BlockReader(source, checkpoint, None).read(part.entry, first, stop)

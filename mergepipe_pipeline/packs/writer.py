@@ -49,12 +49,12 @@ class Packing(NamedTuple):
 class Origin:
     """Where the bytes of a pack come from: both models' readers, and the segments that verify them.
 
-    `older` gives a tensor of an older pack with its files, if its frames may be taken over.
+    `older` has tensors of older packs, with their files, whose frames may be taken over.
     """
 
     readers: Readers
     known: KnownSegments
-    older: Callable[[Packing], tuple[FrameFiles, PackedTensor] | None]
+    older: Mapping[TensorContent, tuple[FrameFiles, PackedTensor]]
 
 
 #: The encoded chunks [first, stop) of a tensor.
@@ -105,8 +105,7 @@ def _jobs(packing: Packing, tiers: Sequence[Tier], origin: Origin) -> Iterator[_
         Verifier(view, origin.known.of_view(view)).check for view in (packing.expert, packing.base)
     )
     chunks: _Chunks = partial(_encoded, packing, tiers, origin.readers, check, check_base)
-    older = origin.older(packing)
-    if older is not None:
+    if (older := origin.older.get(packing.content)) is not None:
         chunks = partial(_taken_over, *older, tiers, chunks)
     n_chunks = -(-packing.expert.numel // CHUNK_ELEMS)
     for first in range(0, n_chunks, _CHUNKS_AT_ONCE):

@@ -11,23 +11,25 @@ from math import prod
 from mergepipe_pipeline.checkpoints.reader import BlockReader
 from mergepipe_pipeline.contents.input_segments import checkpoint_inputs
 from mergepipe_pipeline.deploy.recipe_files import bases_read
-from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.model import Model, grid_for
 from mergepipe_pipeline.domain.pack import (
     PACKED_DTYPES,
     TIERS,
     TIERS_OF,
+    X20_DENSITY,
     PackedTensor,
     TensorContent,
     Tier,
 )
-from mergepipe_pipeline.dtypes import itemsize
+from mergepipe_pipeline.domain.view import moved
 from mergepipe_pipeline.errors import CorruptionError, IncompatibleCheckpointsError, MergePipeError
 from mergepipe_pipeline.execution.plan_leases import staging
-from mergepipe_pipeline.facts.pack_estimate import pays_back_after
-from mergepipe_pipeline.facts.packing import contents_of, packings_of
+from mergepipe_pipeline.facts.analysed import AnalysedExpert, FactTables, Sparsified
+from mergepipe_pipeline.facts.packing import contents_of, pays_back_after
+from mergepipe_pipeline.packs.codec import unit_of
 from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.index import pack_id_of
-from mergepipe_pipeline.packs.store import TIER_SETS, Pack
+from mergepipe_pipeline.packs.store import TIER_SETS, PackStore
 from mergepipe_pipeline.packs.writer import Origin, Packing, write_pack
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.resolution.locate import Places, locate_registered, names_here
@@ -119,7 +121,7 @@ def repack(
     for tiers in TIER_SETS if contents else ():
         pack_id = pack_id_of(contents, tiers)
         if pack_id in wanted and warehouse.packs.find(pack_id) is None:
-            packings = packings_of(warehouse, *models, progress)
+            packings = _packings(warehouse, *models, contents, progress)
             _make(warehouse, models, packings, tiers, progress)
 
 
@@ -194,36 +196,72 @@ def _packed(
     known, taken_over, seconds = warehouse.packs.find(pack_id), 0, 0.0
     is_fresh = known is None
     if known is None:
-        packings = packings_of(warehouse, expert, base_model, progress)
+        packings = _packings(warehouse, expert, base_model, contents, progress)
         began_s = time.monotonic()
         taken_over = _make(warehouse, (expert, base_model), packings, tiers, progress)
         seconds = time.monotonic() - began_s
         known = warehouse.packs.open(pack_id)
     sizes = dict(zip(TIERS, known.index.tier_nbytes.tolist(), strict=True))
+    tier_nbytes = {tier: sizes[tier] for tier in known.tiers}
+    views = [expert.views[c.name] for c in contents]
+    totals = sum(v.numel for v in views), sum(v.stored_nbytes for v in views)
     return Packed(
         name,
         base,
         pack_id,
         is_fresh,
-        {tier: sizes[tier] for tier in known.tiers},
+        tier_nbytes,
         expert.checkpoint.nbytes,
         len(contents),
         taken_over,
         seconds,
-        _pays_back_after(warehouse, known, contents) if is_fresh else None,
+        pays_back_after(*totals, tier_nbytes) if is_fresh else None,
     )
 
 
-def _pays_back_after(
-    warehouse: Warehouse, known: Pack, contents: Sequence[TensorContent]
-) -> int | None:
-    """Exact merges that save what packing takes; None without tier X, which they need."""
-    if "X" not in known.tiers:
-        return None
-    sizes = [(prod(c.shape), itemsize(c.dtype)) for c in contents]
-    nbytes = sum(n * size for n, size in sizes)
-    exact_nbytes = int(sum(known.index.tier_nbytes[TIERS.index(t)] for t in TIERS_OF["X"]))
-    return pays_back_after(warehouse, sum(n for n, _ in sizes), nbytes, nbytes - exact_nbytes)
+def _packings(
+    warehouse: Warehouse,
+    expert: Model,
+    base: Model,
+    contents: Sequence[TensorContent],
+    progress: Progress,
+) -> tuple[Packing, ...]:
+    """The tensors of a pack with their units and thresholds; analyses what the catalog lacks.
+
+    These are of whole tensors as the catalog knows them, so a pack does not depend on when or with
+    what it was made. Sources of the views are the expert's checkpoints, then the base's.
+    """
+    grid = grid_for(base, None)
+    pairs = [(c.name, c.base_name) for c in contents]
+    analysed, tables = AnalysedExpert(warehouse, expert, base, grid, pairs, progress), FactTables()
+    analysed.complete()
+    stats = analysed.stats(without=("sketch", "sample", "hist"))
+    # A trim to the density of X20, which a recipe might ask for as well.
+    trimmed = [
+        Sparsified(
+            place=(content.name, 0),
+            pair=(content.name, content.base_name),
+            position=0,
+            seed=0,
+            params=(),
+            model_params=(("density", X20_DENSITY),),
+            shape=content.shape,
+            numel=prod(content.shape),
+        )
+        for content in contents
+    ]
+    analysed.add("trim", trimmed, tables, in_full=True)
+    return tuple(
+        Packing(
+            content,
+            expert.views[content.name],
+            moved(base.views[content.base_name], len(expert.checkpoints)),
+            unit_of(tensor_stats.l2sq, tensor_stats.nonzero),
+            tables.trims[s.place].threshold_bits,
+        )
+        for content, s in zip(contents, trimmed, strict=True)
+        for tensor_stats in (stats.by_pair[s.pair],)
+    )
 
 
 def _make(
@@ -243,49 +281,36 @@ def _make(
         reading: Reading = "ahead" if fits_page_cache(2 * nbytes) else "once"
         sources = [stack.enter_context(open_source(c.root, reading)) for c in checkpoints]
         readers = [BlockReader(s, c, None) for s, c in zip(sources, checkpoints, strict=True)]
-        older = _Older(warehouse, tiers, packings, stack)
+        older = _older(warehouse.packs, tiers, packings, stack)
         known = checkpoint_inputs(warehouse, checkpoints, progress)
-        origin = Origin(readers.__getitem__, known, older.of)
+        origin = Origin(readers.__getitem__, known, older)
         write_pack(staged, final, packings, tiers, origin, advance)
         for reader in readers:
             reader.verify_unchanged()
         replace_dir(staged, final)
-    return len(older.by_content)
+    return len(older)
 
 
-class _Older:
-    """Tensors of packs that are there, by their contents; any name will do."""
-
-    def __init__(
-        self,
-        warehouse: Warehouse,
-        tiers: Sequence[Tier],
-        packings: Sequence[Packing],
-        stack: ExitStack,
-    ) -> None:
-        self.by_content: dict[TensorContent, tuple[FrameFiles, PackedTensor]] = {}
-        store = warehouse.packs
-        wanted = {_key(p.content): p for p in packings}
-        for known in filter(None, map(store.find, store.ids())):
-            names = {_key(c): c.name for c in known.contents.values()}
-            shared = wanted.keys() & names.keys()
-            if not shared or not set(tiers) <= set(known.tiers):
-                continue
-            files = stack.enter_context(FrameFiles(known.root, "once"))
-            with suppress(CorruptionError):  # of a damaged pack what is left serves
-                for key in shared:
-                    packing, tensor = wanted[key], known.tensors[names[key]]
-                    if _steps(packing) == _steps(tensor):
-                        self.by_content[packing.content] = files, tensor
-
-    def of(self, packing: Packing) -> tuple[FrameFiles, PackedTensor] | None:
-        """The tensor in an older pack, with its files."""
-        return self.by_content.get(packing.content)
+def _older(
+    store: PackStore, tiers: Sequence[Tier], packings: Sequence[Packing], stack: ExitStack
+) -> dict[TensorContent, tuple[FrameFiles, PackedTensor]]:
+    """The tensors of packs that are there, with their files, by contents; any name will do."""
+    older: dict[TensorContent, tuple[FrameFiles, PackedTensor]] = {}
+    wanted = {_key(p.content): p for p in packings}
+    for known in filter(None, map(store.find, store.ids())):
+        names = {_key(c): c.name for c in known.contents.values()}
+        shared = wanted.keys() & names.keys()
+        if not shared or not set(tiers) <= set(known.tiers):
+            continue
+        files = stack.enter_context(FrameFiles(known.root, "once"))
+        with suppress(CorruptionError):  # of a damaged pack what is left serves
+            for key in shared:
+                packing, tensor = wanted[key], known.tensors[names[key]]
+                steps = packing.unit, packing.threshold_bits
+                if steps == (tensor.unit, tensor.threshold_bits):
+                    older[packing.content] = files, tensor
+    return older
 
 
 def _key(content: TensorContent) -> tuple[object, ...]:
     return (content.digest, content.base_digest, content.dtype, content.shape)
-
-
-def _steps(of: Packing | PackedTensor) -> tuple[float, int]:
-    return of.unit, of.threshold_bits
