@@ -3,19 +3,20 @@
 All snapshots but stages and those that a gate refused are needed. These are needed if a ref has
 ever named one, if a registered checkpoint lies in it, if it is on the front of a search, or if the
 current plan of a standing recipe reads or makes it. The layers of such plans are needed, and what
-living processes lease. What was measured of a snapshot goes with it, and its mark. `idle_packs`
-says which packs stay. Who keeps only so many versions of each ref says so: results that older ones
-alone name go.
+living processes lease. What was measured of a snapshot goes with it, and its mark. A pack stays
+while the expert that it holds is what some registered name means, or is offline. Who keeps only so
+many versions of each ref says so: results that older ones alone name go.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from mergepipe_pipeline.contents.damaged_packs import irreplaceable_packs
 from mergepipe_pipeline.digest import unseal
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.execution.lookup import load_working_plan
@@ -29,7 +30,6 @@ from mergepipe_pipeline.snapshots.leases import Living, Need
 from mergepipe_pipeline.snapshots.stores import Marks
 from mergepipe_pipeline.storage.atomic import remove_tree
 from mergepipe_pipeline.text import escaped
-from mergepipe_pipeline.verbs.idle_packs import idle_packs
 from mergepipe_pipeline.verbs.land import half_landed
 from mergepipe_pipeline.warehouse import BUCKET, Warehouse
 
@@ -116,11 +116,41 @@ def _expired(
     certain = roots.marks is not None
     yield from _older(half_landed(warehouse, roots.living.names), older_than_s)
     yield from _older(
-        idle_packs(warehouse, roots.need | roots.living.need, certain=certain), older_than_s
+        _idle_packs(warehouse, roots.need | roots.living.need, certain=certain), older_than_s
     )
     yield from _older(_orphans(warehouse, named), older_than_s)
     for paths in (sorted(warehouse.aside.glob("*")), _idle_plans(warehouse, roots)):
         yield from _older(paths, max(older_than_s, _LONG_S))
+
+
+def _idle_packs(warehouse: Warehouse, need: Need, *, certain: bool) -> Iterator[Path]:
+    """The folders of packs that nobody needs; none unless it is certain what is needed.
+
+    They can be made again from the expert, as long as it is there.
+    """
+    store = warehouse.packs
+    kept = need.pack_ids | irreplaceable_packs(warehouse).keys()
+    current = list(_current_digests(warehouse))
+    for pack_id in store.ids() if certain else ():
+        try:
+            pack = store.open(pack_id)
+        except CorruptionError:  # which no merge reads
+            pack = None
+        is_used = pack is not None and any(map(pack.holds, current))
+        if pack_id not in kept and not is_used:
+            yield store.path(pack_id)
+    for folder in (warehouse.packs_dir, warehouse.offline_dir):
+        yield from folder.glob(".*.old-*")  # what a death while replacing left: see `replace_dir`
+
+
+def _current_digests(warehouse: Warehouse) -> Iterator[Mapping[str, str]]:
+    """Tensor to digest of what each registered name means now, where that is known."""
+    catalog = warehouse.catalog
+    for name in catalog.names():
+        with suppress(MergePipeError):
+            digests = catalog.digests(catalog.get(name).checkpoint.checkpoint_id)
+            if digests is not None:
+                yield digests
 
 
 def _orphans(warehouse: Warehouse, named: frozenset[str]) -> Iterator[Path]:

@@ -12,7 +12,7 @@ from mergepipe_pipeline.errors import MergePipeError, NotFoundError
 from mergepipe_pipeline.verbs.land import land
 from mergepipe_pipeline.verbs.ls import ls
 from mergepipe_pipeline.verbs.register import register
-from mergepipe_pipeline.verbs.repair_names import set_aside
+from mergepipe_pipeline.verbs.repair import set_aside
 from mergepipe_pipeline.verbs.tag import tag
 from mergepipe_pipeline.verbs.verify import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
@@ -49,5 +49,5 @@ def test_an_unknown_name_has_no_tags_and_damaged_ones_are_found_and_set_aside(
     file.write_bytes(file.read_bytes().replace(b"new", b"odd"))
     assert not verify_all(home).ok
     (done,) = set_aside(home)
-    assert done.summary == "tags of math: version 2 damaged, set aside; version 1 counts: prod"
+    assert done == "tags of math: version 2 damaged, set aside; version 1 counts: prod"
     assert tag(home, "math") == {"prod"}
