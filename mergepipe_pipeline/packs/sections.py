@@ -17,8 +17,7 @@ import zstandard
 
 from mergepipe_pipeline.arrays import I64Array, U8Array
 from mergepipe_pipeline.jit import cached_njit
-from mergepipe_pipeline.packs.frames import Frames, refuse
-from mergepipe_pipeline.packs.sparse import from_pairs
+from mergepipe_pipeline.packs.frames import Frames, from_pairs, refuse
 from mergepipe_pipeline.storage.compiled_reads import memcpy
 
 #: The place of a section that is not there: the front of the unpacked bytes, where the decoder puts

@@ -16,7 +16,8 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from mergepipe_pipeline.arrays import F32Array, F64Array, I16Array, I64Array, U8Array
+from mergepipe_pipeline.arrays import F32Array, F64Array, I16Array, I64Array, U8Array, U32Array
+from mergepipe_pipeline.domain.pack import NOT_READ, TIERS
 from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.packs.sections import ABSENT, content_at
 
@@ -29,6 +30,8 @@ _MOST = np.float32(127)
 _HALF, _THREE, _ZERO = np.float32(0.5), np.float32(3), np.float32(0)
 #: Added and taken away again, it rounds a small float32 to the nearest integer, ties to even.
 _ROUND = np.float32(12582912)
+_X20 = TIERS.index("X20")
+_SIZE = np.uint32(0x7FFFFFFF)
 #: Five trits of zero.
 NO_TRITS = np.uint8(128)
 
@@ -142,7 +145,7 @@ def _add_residual(delta: Any, m: Any, number: Any, step: Any, lanes: Any) -> Non
 
 
 @cached_njit(nogil=True)
-def nearest(
+def _nearest(
     delta: F32Array, per_unit: np.float32, step: np.float32, tier: int, scratch: Any, out: F32Array
 ) -> None:
     """Fill `out` [n] with δ̂ of `delta` [n] as the tiers up to one, of this `step`, add up to it.
@@ -160,6 +163,53 @@ def nearest(
             number[e] = number[e] * np.int32(3) + trit
     for e in range(len(delta)):
         out[e] = np.float32(number[e]) * step
+
+
+def quantised(
+    delta: F32Array,
+    units: F64Array,
+    thresholds_bits: U32Array,
+    tiers: npt.NDArray[np.int8],
+) -> F32Array:
+    """δ̂ of `delta` [experts, rows, n] as decoders give it: plans try it on samples.
+
+    `units` and `thresholds_bits` [experts] are those of packed tensors. Each row is read at the
+    level of one of TIERS, `tiers` [experts, rows], or NOT_READ. Lossy levels make zeros of what is
+    not finite.
+    """
+    out = np.empty_like(delta)
+    per_unit, step = (1 / units).astype(np.float32), np.array([steps(u) for u in units.tolist()])
+    _quantise_rows(delta, per_unit, step, np.maximum(thresholds_bits, 1), tiers, out)
+    return out
+
+
+@cached_njit(nogil=True)
+def _quantise_rows(
+    delta: F32Array,
+    per_unit: F32Array,
+    step: F32Array,
+    least: U32Array,
+    tiers: npt.NDArray[np.int8],
+    out: F32Array,
+) -> None:
+    """As `quantised`, into `out`; `per_unit` [experts], `step` [experts, lossy tiers]."""
+    n = delta.shape[2]
+    # [n] each: a row in units, and as integers.
+    scratch = np.empty(n, np.float32), np.empty(n, np.int32)
+    for e in range(delta.shape[0]):
+        for r in range(delta.shape[1]):
+            tier, row = tiers[e, r], out[e, r]
+            if tier == NOT_READ:
+                row[:] = 0
+            elif tier < N_TIERS:
+                _nearest(delta[e, r], per_unit[e], step[e, tier], tier, scratch, row)
+            else:
+                row[:] = delta[e, r]
+                if tier == _X20:
+                    bits = row.view(np.uint32)
+                    for i in range(n):
+                        if bits[i] & _SIZE < least[e]:
+                            row[i] = 0
 
 
 @numba.njit(inline="always")

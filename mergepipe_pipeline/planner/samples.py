@@ -97,7 +97,7 @@ class Samples:
         of = [row.levels for row in self._rows]
         if not any(of):
             return np.where(levels.T[:, :, None] > 0, deltas, np.float32(0))
-        from mergepipe_pipeline.packs.quantise import quantised
+        from mergepipe_pipeline.packs.ternary import quantised
 
         units = np.array([o.packed.unit if o else 1.0 for o in of])
         thresholds = np.array([o.packed.threshold_bits if o else 0 for o in of], np.uint32)

@@ -11,8 +11,7 @@ from mergepipe_pipeline.domain.pack import TIERS, Level
 from mergepipe_pipeline.operators.kernels.bits import times
 from mergepipe_pipeline.packs.codec import decode_numbers
 from mergepipe_pipeline.packs.frames import Frames
-from mergepipe_pipeline.packs.quantise import quantised
-from mergepipe_pipeline.packs.ternary import step_of
+from mergepipe_pipeline.packs.ternary import quantised, step_of
 
 
 def decode_approximate(frames: Sequence[memoryview | None], unit: float, out: F32Array) -> None:

@@ -26,8 +26,8 @@ from mergepipe_pipeline.packs.codec import (
     unit_of,
 )
 from mergepipe_pipeline.packs.frames import Frames, to_frame
-from mergepipe_pipeline.packs.quantise import quantised
 from mergepipe_pipeline.packs.sections import contents_of, sections_of
+from mergepipe_pipeline.packs.ternary import quantised
 from tests.packs.approximate import decode_approximate, quantised_at
 
 Bits = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
