@@ -17,7 +17,7 @@ from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.settings import SHARDS
 from mergepipe_pipeline.verbs.index import IndexedExpert, index_arrival
-from mergepipe_pipeline.verbs.standing_searches import StandingSearch
+from mergepipe_pipeline.verbs.search import StandingSearch
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: The key of the asset whose partitions are the experts.

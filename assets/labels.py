@@ -13,7 +13,7 @@ from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.settings import OWNERS
 from mergepipe_pipeline.text import visible
-from mergepipe_pipeline.verbs.standing_searches import StandingSearch
+from mergepipe_pipeline.verbs.search import StandingSearch
 
 
 def owners() -> list[str]:

@@ -21,17 +21,15 @@ from mergepipe_pipeline.verbs.search import (
     Result,
     Search,
     SearchCost,
-    front_picture,
-    publish_front,
-    search_of,
-)
-from mergepipe_pipeline.verbs.search import front as find_front
-from mergepipe_pipeline.verbs.standing_searches import (
     StandingSearch,
     begin,
     evaluate_candidate,
+    front_picture,
+    publish_front,
     results_token,
+    search_of,
 )
+from mergepipe_pipeline.verbs.search import front as find_front
 
 #: The tag of a run that says for which search it works.
 SEARCH_TAG = "mergepipe/search"

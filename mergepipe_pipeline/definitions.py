@@ -45,7 +45,7 @@ from mergepipe_pipeline.sensors.recipes import (
 from mergepipe_pipeline.sensors.reload import build_reload_sensor, files_token, spreading
 from mergepipe_pipeline.sensors.searches import build_search_sensor
 from mergepipe_pipeline.settings import SHARDS
-from mergepipe_pipeline.verbs.standing_searches import StandingSearch, standing_searches
+from mergepipe_pipeline.verbs.search import StandingSearch, standing_searches
 from mergepipe_pipeline.warehouse import Warehouse
 
 

@@ -20,7 +20,7 @@ from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.sensors.guard import RELOAD_TIMEOUT_S, client_of, guard
 from mergepipe_pipeline.sensors.runs import Ours
 from mergepipe_pipeline.sensors.ticks import refuse_empty, standing_sensor
-from mergepipe_pipeline.verbs.standing_searches import StandingSearch, standing_searches
+from mergepipe_pipeline.verbs.search import StandingSearch, standing_searches
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: Held from when this process asked for its successor: asked twice, the server loads twice.

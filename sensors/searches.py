@@ -18,7 +18,7 @@ from mergepipe_pipeline.sensors.ticks import (
     standing_sensor,
 )
 from mergepipe_pipeline.text import visible
-from mergepipe_pipeline.verbs.standing_searches import (
+from mergepipe_pipeline.verbs.search import (
     SearchDue,
     StandingSearch,
     due_of,

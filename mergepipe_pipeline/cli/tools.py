@@ -29,7 +29,7 @@ def convert(console: Console, path: str, out: str | None) -> None:
 
     PATH is a folder, or one file. A process of its own with bounds of memory and time reads each.
     """
-    from mergepipe_pipeline.verbs.convert import convert as run
+    from mergepipe_pipeline.verbs.tools import convert as run
 
     done = run(console.place, path, out, console.progress)
     details = done.details
@@ -74,7 +74,7 @@ def convert(console: Console, path: str, out: str | None) -> None:
 def extract_lora(console: Console, dtype: str, **given: Any) -> None:
     """Write what a fine-tune changed as a PEFT adapter to its base, and say what is lost."""
     from mergepipe_pipeline.dtypes import code_from_name
-    from mergepipe_pipeline.verbs.extract_lora import extract_lora as run
+    from mergepipe_pipeline.verbs.tools import extract_lora as run
 
     code = code_from_name(dtype, "--dtype")
     done = run(console.place, **given, dtype=code, progress=console.progress)
@@ -101,7 +101,7 @@ def extract_lora(console: Console, dtype: str, **given: Any) -> None:
 @verb
 def moe(console: Console, config: str, out: str | None, seed: int) -> None:
     """Make a mixture of experts from dense models, as mergekit-moe's YAML asks for."""
-    from mergepipe_pipeline.verbs.moe import moe as run
+    from mergepipe_pipeline.verbs.tools import moe as run
 
     done = run(console.place, config, out, seed=seed, progress=console.progress)
     _show(console, done, counted(done.details["experts"], "expert"))
@@ -152,7 +152,7 @@ _WHERE = click.Choice(["no", "embed", "lm_head", "yes"])
 @verb
 def transplant_tokenizer(console: Console, **given: Any) -> None:
     """Give a model the tokenizer of another: a row for every token, all else as it is."""
-    from mergepipe_pipeline.verbs.transplant_tokenizer import transplant_tokenizer as run
+    from mergepipe_pipeline.verbs.tools import transplant_tokenizer as run
 
     done = run(console.place, **given, progress=console.progress)
     rows = [

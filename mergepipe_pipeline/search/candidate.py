@@ -32,6 +32,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 class Merged:
     """A merged candidate and what that took."""
 
+    proposal: Proposal
     snapshot: Snapshot
     cost: MergeCost
 
@@ -51,16 +52,33 @@ def evaluate(
     `refuse_changed` raises, and what merging raises for reasons that are not the candidate's, as
     StorageFullError.
     """
+    with ExitStack() as held:
+        merged = begin(warehouse, search, number, held, options, progress)
+        if isinstance(merged, Result):
+            return merged
+        return Ledger(warehouse, search.name).put_result(measure(warehouse, search, merged))
+
+
+def begin(
+    warehouse: Warehouse,
+    search: Search,
+    number: int,
+    held: ExitStack,
+    options: EngineOptions | None = None,
+    progress: Progress | None = None,
+) -> Merged | Result:
+    """Claim and merge a proposal until `held` is closed; its result, if it has or gives one now.
+
+    Raises as `evaluate`.
+    """
     ledger = Ledger(warehouse, search.name)
     proposal = proposal_of(ledger, number)
-    with ledger.claim(number), ExitStack() as leases:
-        known = ledger.result(number)
-        if known is not None:
-            return known
-        merged = merge_candidate(warehouse, search, proposal, leases, options, progress)
-        if isinstance(merged, Result):
-            return ledger.put_result(merged)
-        return ledger.put_result(measure(warehouse, search, proposal, merged))
+    held.enter_context(ledger.claim(number))
+    known = ledger.result(number)
+    if known is not None:
+        return known
+    merged = merge_candidate(warehouse, search, proposal, held, options, progress)
+    return ledger.put_result(merged) if isinstance(merged, Result) else merged
 
 
 def proposal_of(ledger: Ledger, number: int) -> Proposal:
@@ -102,23 +120,20 @@ def merge_candidate(
         plan.read_nbytes,
         round(time.monotonic() - began_s, 3),
     )
-    return Merged(done.snapshot, cost)
+    return Merged(proposal, done.snapshot, cost)
 
 
 def measure(
-    warehouse: Warehouse,
-    search: Search,
-    proposal: Proposal,
-    merged: Merged,
-    stop: int | None = None,
+    warehouse: Warehouse, search: Search, merged: Merged, stop: int | None = None
 ) -> Result:
-    """What the evaluator says of a merged candidate; nothing is remembered.
+    """Return what the evaluator says of a merged candidate; nothing is remembered.
 
     Raises AbandonedError as soon as the descriptor `stop` can be read, and EvaluationError where
     the evaluator changed while the candidate was merged: that is no failure of the candidate's.
     """
     refuse_other_evaluator(search)
-    snapshot, failed = merged.snapshot, (merged.snapshot.snapshot_id, merged.cost)
+    proposal, snapshot = merged.proposal, merged.snapshot
+    failed = snapshot.snapshot_id, merged.cost
     try:
         evaluation = measured(warehouse, snapshot, search.file.evaluator, search.folder, stop=stop)
         values = search.file.values(evaluation.metrics)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from math import isfinite
 from typing import Any
 
 import numpy as np
 
-from mergepipe_pipeline.domain.evaluation import Metrics, figure
+from mergepipe_pipeline.domain.evaluation import figure
 from mergepipe_pipeline.errors import SearchError
 from mergepipe_pipeline.pictures import Panel, Series, panels_picture
-from mergepipe_pipeline.search.ledger import Ledger, MergeCost, Point, Result, Search
+from mergepipe_pipeline.search.ledger import Ledger, Point, Result, Search
 from mergepipe_pipeline.search.pareto import REFERENCE, hypervolume
 from mergepipe_pipeline.search.pareto import front as on_front
 from mergepipe_pipeline.search.search_file import Objective
@@ -22,21 +22,13 @@ from mergepipe_pipeline.warehouse import Warehouse
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
-    """One result of a search.
+class Trial(Result):
+    """One result of a search, beside the others.
 
     `ended_s` are seconds since the search began, `hypervolume` is that of this and all earlier
     results, `ref` the name under which it is published, "" if it is not.
     """
 
-    number: int
-    point: Point
-    values: tuple[float, ...]
-    metrics: Metrics
-    failure: str
-    snapshot_id: str | None
-    merge: MergeCost | None
-    evaluation_s: float
     ended_s: float
     hypervolume: float
     is_on_front: bool
@@ -70,7 +62,7 @@ class Front:
     @property
     def warnings(self) -> tuple[str, ...]:
         """The objectives of which a search learns nothing: all results count alike in them."""
-        good = [t for t in self.trials if not t.failure]
+        good = [t for t in self.trials if not t.is_failure]
         return tuple(
             f"nothing is learned of {o.metric}: all results lie far beyond its worst anchor, "
             f"{figure(o.worst)} (the nearest is {figure(_best(good, o))}), and count alike; begin "
@@ -99,18 +91,11 @@ def front(warehouse: Warehouse, search: Search) -> Front:
     published = {snapshot: ref for ref, snapshot in _published(warehouse, search)}
     trials = tuple(
         Trial(
-            r.number,
-            r.point,
-            r.values,
-            r.metrics,
-            r.failure,
-            r.snapshot_id,
-            r.merge,
-            r.evaluation_s,
-            _seconds(search.began, r.ended),
-            hypervolume(values[: n + 1][good[: n + 1]]) if good[: n + 1].any() else 0.0,
-            bool(best[n]),
-            published.get(r.snapshot_id or "", ""),
+            **{f.name: getattr(r, f.name) for f in fields(r)},
+            ended_s=_seconds(search.began, r.ended),
+            hypervolume=hypervolume(values[: n + 1][good[: n + 1]]),
+            is_on_front=bool(best[n]),
+            ref=published.get(r.snapshot_id or "", ""),
         )
         for n, r in enumerate(results)
     )
@@ -172,7 +157,7 @@ def cheapest(
             found=cost,
             next_step="name an objective",
         )
-    good = [t for t in front.trials if not t.failure]
+    good = [t for t in front.trials if not t.is_failure]
     _refuse_unmeasured(front, good, {**minima, **maxima})
     fit = [t for t in good if _fits(t, minima, maxima)]
     if not fit:
@@ -257,7 +242,7 @@ def _series(front: Front, objective: Objective) -> Iterator[Series]:
     drawn = [
         (t, x, y)
         for t in front.trials
-        if not t.failure and isfinite(x := t.metrics[last])
+        if not t.is_failure and isfinite(x := t.metrics[last])
         if isfinite(y := t.metrics[objective.metric])
     ]
     for label, marker, color, some in (

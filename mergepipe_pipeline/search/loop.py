@@ -23,7 +23,7 @@ from mergepipe_pipeline.errors import BusyError, SearchError
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.quality.child import AbandonedError
 from mergepipe_pipeline.search.bayes import Proposer
-from mergepipe_pipeline.search.candidate import measure, merge_candidate, proposal_of
+from mergepipe_pipeline.search.candidate import begin, measure
 from mergepipe_pipeline.search.ledger import Ledger, Prior, Proposal, Result, Search
 from mergepipe_pipeline.search.pareto import Trials, diagonal
 from mergepipe_pipeline.search.prior import search_prior
@@ -233,19 +233,13 @@ class _Loop:
         """Claim and merge a proposal, and let its evaluator run; False if somebody else has it."""
         with ExitStack() as held:
             try:
-                held.enter_context(self._ledger.claim(number))
+                merged = begin(self._warehouse, self._search, number, held, progress=self._progress)
             except BusyError:
                 return False
-            if self._ledger.result(number) is not None:
-                return True
-            proposal = proposal_of(self._ledger, number)
-            merged = merge_candidate(
-                self._warehouse, self._search, proposal, held, progress=self._progress
-            )
             if isinstance(merged, Result):
                 self._keep(merged)
                 return True
-            task = partial(measure, self._warehouse, self._search, proposal, merged, self._stop[0])
+            task = partial(measure, self._warehouse, self._search, merged, self._stop[0])
             self._running[self._pool.submit(task)] = held.pop_all()
             return True
 

@@ -33,7 +33,7 @@ FILE_NAMES = (
     TEMPLATE,
 )
 #: Special tokens in the order in which transformers adds those that a vocabulary lacks.
-_SPECIAL_KEYS = tuple(f"{k}_token" for k in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+SPECIAL_KEYS = tuple(f"{k}_token" for k in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _EXTRA_KEYS = ("extra_special_tokens", "additional_special_tokens")
 
 
@@ -216,7 +216,7 @@ def _configured(files: Mapping[str, bytes], config: dict[str, Any], name: str) -
 
 def _specials(named: Mapping[str, Any], name: str) -> list[AddedToken]:
     """The special tokens that a configuration names."""
-    values: list[Any] = [named[k] for k in _SPECIAL_KEYS if named.get(k)]
+    values: list[Any] = [named[k] for k in SPECIAL_KEYS if named.get(k)]
     for key in _EXTRA_KEYS:
         extra = named.get(key) or []
         if not isinstance(extra, list | dict):

@@ -28,12 +28,11 @@ from mergepipe_pipeline.checkpoints.header import Described
 from mergepipe_pipeline.checkpoints.open_checkpoint import ADAPTER_WEIGHTS
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
-from mergepipe_pipeline.digest import sha256_hex
 from mergepipe_pipeline.domain.layers import embedding_like, is_buffer, layer_index
 from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError, MergePipeError
 from mergepipe_pipeline.progress import Progress
-from mergepipe_pipeline.tools.models import Input, stored
+from mergepipe_pipeline.tools.models import Input, noise, stored
 from mergepipe_pipeline.tools.result import Draft
 
 #: Columns of the sketch beyond the rank at least, and passes over the matrix. Of a matrix of noise,
@@ -113,10 +112,7 @@ def _decomposed(
     if columns >= _WHOLE_SHARE * min(matrix.shape) or min(matrix.shape) <= _SHORT:
         u, s, vt = np.linalg.svd(matrix, full_matrices=False)
         return u, s, vt
-    key = int(sha256_hex(f"{seed} {name}".encode())[:32], 16)
-    sketch = np.random.Generator(np.random.Philox(key=key)).standard_normal(
-        (matrix.shape[1], columns), np.float32
-    )
+    sketch = noise((matrix.shape[1], columns), seed, name)
     q = np.linalg.qr(matrix @ sketch)[0]
     for _ in range(_PASSES - 1):
         q = np.linalg.qr(matrix @ np.linalg.qr(matrix.T @ q)[0])[0]

@@ -6,7 +6,8 @@ What is read is compared with what was analysed or digested before, as in a merg
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,19 +21,20 @@ from mergepipe_pipeline.checkpoints.stored import Verifier, as_float32, torch_dt
 from mergepipe_pipeline.contents.input_segments import Inputs, checkpoint_inputs
 from mergepipe_pipeline.contents.side_file_digests import refuse_changed_files
 from mergepipe_pipeline.contents.tensor_digests import content_of
+from mergepipe_pipeline.digest import sha256_hex
 from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.domain.model_config import QUANTISATION_KEYS, config_places
 from mergepipe_pipeline.domain.plan import Source
 from mergepipe_pipeline.domain.snapshot import LineageEntry
 from mergepipe_pipeline.domain.view import view_of
 from mergepipe_pipeline.errors import CheckpointError
-from mergepipe_pipeline.progress import Progress
+from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.resolution.alignment import aliases
 from mergepipe_pipeline.resolution.locate import Places
 from mergepipe_pipeline.resolution.plain_numbers import coded_error
 from mergepipe_pipeline.storage.side_files import side_files
 from mergepipe_pipeline.storage.source import CheckpointSource, open_source
-from mergepipe_pipeline.tools.result import Origin
+from mergepipe_pipeline.tools.result import Draft, Made, Origin, check_place, drafted
 from mergepipe_pipeline.warehouse import Warehouse
 
 
@@ -128,6 +130,12 @@ def stored(values: F32Array, dtype: str) -> bytes:
     return data
 
 
+def noise(shape: tuple[int, ...], seed: int, what: object) -> F32Array:
+    """Standard normal numbers that follow from seed and name alone."""
+    key = int(sha256_hex(f"{seed} {what}".encode())[:32], 16)
+    return np.random.Generator(np.random.Philox(key=key)).standard_normal(shape, np.float32)
+
+
 def open_input(
     warehouse: Warehouse,
     role: str,
@@ -160,9 +168,53 @@ def open_input(
     return Input(role, checkpoint, content, open_source(checkpoint.root), segments)
 
 
-def unchanged_origin(verb: str, parameters: Mapping[str, Any], inputs: Sequence[Input]) -> Origin:
-    """What a result was made from. Raises CheckpointChangedError if an input has changed since."""
-    for source in inputs:
-        source.verify_unchanged()
-    lineage, sources = tuple(i.lineage for i in inputs), tuple(i.source for i in inputs)
-    return Origin(verb, parameters, lineage, sources)
+@dataclass(frozen=True)
+class Making:
+    """A result under way: it opens the inputs, and gives the result its place when it is whole."""
+
+    warehouse: Warehouse
+    verb: str
+    place: Path | None
+    progress: Progress
+    folder: Path | None
+    _stack: ExitStack
+    _inputs: list[Input] = field(default_factory=list)
+
+    def open(self, role: str, text: str, *, copies: bool = False) -> Input:
+        """The checkpoint that a text means, as `open_input` gives it, until the result is made."""
+        one = open_input(self.warehouse, role, text, self.progress, self.folder, copies=copies)
+        self._inputs.append(self._stack.enter_context(one))
+        return one
+
+    def finish(
+        self,
+        parameters: Mapping[str, Any],
+        write: Callable[[Draft, Progress], Mapping[str, Any]],
+    ) -> Made:
+        """Let `write` fill the result, and publish it with the details that it returns.
+
+        Raises what `Draft.finish` raises, and CheckpointChangedError if an input has changed since.
+        """
+        with drafted(self.warehouse, self.verb, self.place) as draft:
+            details = write(draft, self.progress)
+            for one in self._inputs:
+                one.verify_unchanged()
+            lineage = tuple(i.lineage for i in self._inputs)
+            sources = tuple(i.source for i in self._inputs)
+            return draft.finish(Origin(self.verb, parameters, lineage, sources), details)
+
+
+@contextmanager
+def making(
+    warehouse: Warehouse,
+    verb: str,
+    out: str | Path | None,
+    progress: Progress | None,
+    folder: Path | None = None,
+) -> Iterator[Making]:
+    """A result of a verb for the folder `out`, or for the warehouse; its inputs are closed in the
+    end. Relative paths start from `folder`. Raises as `check_place`.
+    """
+    place = None if out is None else check_place(out, warehouse.root)
+    with ExitStack() as stack:
+        yield Making(warehouse, verb, place, progress or Silent(), folder, stack)

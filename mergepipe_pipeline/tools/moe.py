@@ -23,9 +23,8 @@ from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.snapshots.model_folder import shard_name
 from mergepipe_pipeline.storage.json_text import json_bytes
 from mergepipe_pipeline.storage.side_files import CONFIG
-from mergepipe_pipeline.tools.models import Input, stored
-from mergepipe_pipeline.tools.moe_config import ExpertConfig, MoeConfig
-from mergepipe_pipeline.tools.moe_gates import gates, noise
+from mergepipe_pipeline.tools.models import Input, noise, stored
+from mergepipe_pipeline.tools.moe_gates import ExpertConfig, MoeConfig, gates
 from mergepipe_pipeline.tools.result import Draft
 
 _MLP = re.compile(r"model\.layers\.\d+\.mlp\.(gate_proj|up_proj|down_proj)\.weight")
@@ -94,7 +93,7 @@ class Mixture:
         self._dtype = config.dtype and code_from_name(config.dtype, "dtype")
         self._refuse_misfits()
 
-    def write(self, draft: Draft, progress: Progress) -> None:
+    def write(self, draft: Draft, progress: Progress) -> dict[str, Any]:
         """Write a weight file for what is outside the layers, and one for each layer."""
         embedding = next(t for n, t in self._base.tensors.items() if is_embedding(n))
         shape = (self._layers, embedding.shape[1])
@@ -112,6 +111,7 @@ class Mixture:
                 draft.shard(file, described, partial(_read, part), advance)
         draft.side_files |= self._base.side_files()
         draft.side_files[CONFIG] = self._config_json()
+        return {"experts": len(self._config.experts)}
 
     def _outside(self) -> dict[str, _Made]:
         names = [n for n in self._base.tensors if layer_index(n) is None]

@@ -22,7 +22,6 @@ from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.verbs.check import check
 from mergepipe_pipeline.verbs.deploy import Due, due
-from mergepipe_pipeline.verbs.extract_lora import extract_lora
 from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.verbs.ls import ls
 from mergepipe_pipeline.verbs.merge import merge
@@ -30,6 +29,7 @@ from mergepipe_pipeline.verbs.promote import promote
 from mergepipe_pipeline.verbs.publish import publish
 from mergepipe_pipeline.verbs.quarantine import quarantine
 from mergepipe_pipeline.verbs.repair import repair
+from mergepipe_pipeline.verbs.tools import extract_lora
 from mergepipe_pipeline.verbs.verify import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 

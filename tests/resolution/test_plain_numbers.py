@@ -20,11 +20,9 @@ from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.resolution.resolve import resolve
 from mergepipe_pipeline.verbs.analyze import analyze
 from mergepipe_pipeline.verbs.conflicts import conflicts
-from mergepipe_pipeline.verbs.extract_lora import extract_lora
-from mergepipe_pipeline.verbs.moe import moe
 from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.verbs.register import register
-from mergepipe_pipeline.verbs.transplant_tokenizer import transplant_tokenizer
+from mergepipe_pipeline.verbs.tools import extract_lora, moe, transplant_tokenizer
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.execution.test_run import run, tensors
 from tests.support.family import tensors_of, write_adapter, write_model

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from mergepipe_pipeline.domain.tensor_names import any_version
 from mergepipe_pipeline.errors import CheckpointError, IncompatibleCheckpointsError
-from mergepipe_pipeline.verbs.extract_lora import extract_lora
 from mergepipe_pipeline.verbs.register import register
+from mergepipe_pipeline.verbs.tools import extract_lora
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.execution.test_run import run, tensors
 from tests.support.family import tensors_of, write_model

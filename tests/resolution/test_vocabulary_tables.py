@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mergepipe_pipeline.errors import MergePipeError
-from mergepipe_pipeline.verbs.transplant_tokenizer import transplant_tokenizer
+from mergepipe_pipeline.verbs.tools import transplant_tokenizer
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.execution.test_run import run, tensors
 from tests.tokenizer.models import document, entry, files_of

@@ -26,7 +26,7 @@ def trial(
 ) -> Trial:
     """A result; without metrics a failure."""
     failure = "" if metrics else "it failed"
-    made = (None, None, 0.0, ended_s, hypervolume, is_on_front, ref)
+    made = (None, None, 0.0, "", ended_s, hypervolume, is_on_front, ref)
     return Trial(number, (), (), metrics, failure, *made)
 
 

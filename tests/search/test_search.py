@@ -311,7 +311,7 @@ def test_an_evaluator_that_changes_or_goes_during_a_merge_gives_no_result(
         assert isinstance(merged, Merged)
         evaluator.unlink() if text is None else evaluator.write_text(text)
         with pytest.raises(EvaluationError, match="not what it was when the search began"):
-            measure(world.home, search, proposal, merged)
+            measure(world.home, search, merged)
 
 
 @pytest.mark.parametrize(

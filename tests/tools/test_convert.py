@@ -23,10 +23,10 @@ from mergepipe_pipeline.errors import (
     NotFoundError,
 )
 from mergepipe_pipeline.progress import Advance, Silent
-from mergepipe_pipeline.verbs.convert import convert
 from mergepipe_pipeline.verbs.explain import explain
 from mergepipe_pipeline.verbs.merge import merge
 from mergepipe_pipeline.verbs.replay import replay
+from mergepipe_pipeline.verbs.tools import convert
 from mergepipe_pipeline.verbs.verify import verify, verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 

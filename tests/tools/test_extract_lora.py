@@ -20,8 +20,8 @@ from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError, MergePipeError
 from mergepipe_pipeline.tools.adapter import RankChoice, factorize, squared_error, squared_norm
-from mergepipe_pipeline.verbs.extract_lora import extract_lora
 from mergepipe_pipeline.verbs.merge import merge
+from mergepipe_pipeline.verbs.tools import extract_lora
 from mergepipe_pipeline.verbs.verify import verify
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.support.architectures import make as make_architecture

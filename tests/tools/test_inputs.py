@@ -10,10 +10,8 @@ import pytest
 from safetensors.torch import load_file
 
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.verbs.extract_lora import extract_lora
-from mergepipe_pipeline.verbs.moe import moe
 from mergepipe_pipeline.verbs.register import register
-from mergepipe_pipeline.verbs.transplant_tokenizer import transplant_tokenizer
+from mergepipe_pipeline.verbs.tools import extract_lora, moe, transplant_tokenizer
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.contents.test_input_segments import flip
 from tests.tools.mixtures import make_family, write_config

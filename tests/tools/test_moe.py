@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError, MergePipeError, RecipeError
-from mergepipe_pipeline.verbs.moe import moe
+from mergepipe_pipeline.verbs.tools import moe
 from mergepipe_pipeline.verbs.verify import verify
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.tools.mixtures import (

@@ -13,9 +13,9 @@ from click.testing import CliRunner
 from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.storage import atomic
-from mergepipe_pipeline.verbs.extract_lora import extract_lora
 from mergepipe_pipeline.verbs.merge import merge
 from mergepipe_pipeline.verbs.publish import publish
+from mergepipe_pipeline.verbs.tools import extract_lora
 from mergepipe_pipeline.verbs.verify import verify, verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 

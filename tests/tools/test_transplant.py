@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.errors import CheckpointError, IncompatibleCheckpointsError
 from mergepipe_pipeline.tools.approximation import combine
-from mergepipe_pipeline.verbs.transplant_tokenizer import transplant_tokenizer
+from mergepipe_pipeline.verbs.tools import transplant_tokenizer
 from mergepipe_pipeline.verbs.verify import verify
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.tools.mixtures import read

@@ -28,9 +28,9 @@ from mergepipe_pipeline.remote.bucket import Bucket, Entry
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.snapshots import mirror as mirror_module
 from mergepipe_pipeline.snapshots.mirror import COLLECTING, Mirror, mirror_at, object_key
-from mergepipe_pipeline.verbs.extract_lora import extract_lora
 from mergepipe_pipeline.verbs.publish import publish
 from mergepipe_pipeline.verbs.pull import pull
+from mergepipe_pipeline.verbs.tools import extract_lora
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.remote.writing.watched_s3 import Answer, WatchedS3
 from tests.snapshots.tiny import Store
