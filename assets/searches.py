@@ -74,8 +74,7 @@ def _prior(standing: StandingSearch) -> dg.AssetsDefinition:
     def prior(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
         """Says how much each layer is expected to matter, and what the search costs at most.
 
-        From the catalog's statistics; a search that names prompts takes a forward pass, too. Then
-        the first candidates are proposed.
+        From the catalog's statistics. Then the first candidates are proposed.
         """
         cost, of_layers, proposed = begin(mergepipe.warehouse, standing)
         return dg.MaterializeResult(metadata=_prior_metadata(cost, of_layers, proposed))

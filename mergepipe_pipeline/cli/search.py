@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from math import isnan
+from math import isnan, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from mergepipe_pipeline.cli.evaluation import metrics_text
 from mergepipe_pipeline.text import in_one_line, size, visible
 
 if TYPE_CHECKING:
-    from mergepipe_pipeline.verbs.search import Front, Result, Search, SearchState
+    from mergepipe_pipeline.verbs.search import Bound, Front, Result, Search, SearchState
 
 
 @click.command()
@@ -115,9 +115,9 @@ def pick(
     """Publish the cheapest candidate of a search that keeps to these bounds."""
     from mergepipe_pipeline.verbs import search as verbs
 
-    low, high = (_bounds(given, option) for given, option in ((minima, "min"), (maxima, "max")))
+    bounds = [*_bounds(minima, "min"), *_bounds(maxima, "max")]
     searched = _search(console, name)
-    done = verbs.pick(console.warehouse, searched, low, high, cost=cheapest, ref=ref)
+    done = verbs.pick(console.warehouse, searched, bounds, cost=cheapest, ref=ref)
     trials = verbs.front(console.warehouse, searched).trials
     metrics = next(t.metrics for t in trials if t.snapshot_id == done.snapshot_id)
     console.show(
@@ -134,17 +134,18 @@ def _search(console: Console, name: str) -> Search:
     return search_of(console.warehouse, path.stem if path.suffix in {".yml", ".yaml"} else name)
 
 
-def _bounds(given: Sequence[str], option: str) -> dict[str, float]:
-    bounds = {}
+def _bounds(given: Sequence[str], option: str) -> Iterator[Bound]:
+    from mergepipe_pipeline.verbs.search import Bound
+
     for text in given:
         metric, _, number = text.rpartition("=")
         try:
-            bounds[metric] = float(number)
+            limit = float(number)
         except ValueError:
-            metric = ""
-        if not metric or isnan(bounds[metric]):
+            limit = nan
+        if not metric or isnan(limit):
             raise click.BadParameter(f"{text!r} is not METRIC=NUMBER.", param_hint=f"--{option}")
-    return bounds
+        yield Bound(metric, option == "min", limit)
 
 
 def _json(front: Front) -> Mapping[str, Any]:

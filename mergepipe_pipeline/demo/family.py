@@ -118,20 +118,6 @@ def build_family(
     )
 
 
-def retrain_layers(
-    expert: LlamaForCausalLM,
-    base: LlamaForCausalLM,
-    skill: str,
-    layers: tuple[int, ...],
-    settings: Settings,
-) -> None:
-    """Train `expert` further with all but `layers` frozen: those alone change their bytes."""
-    for name, parameter in expert.named_parameters():
-        parameter.requires_grad = any(f".layers.{i}." in name for i in layers)
-    loss, seed = _expert_loss(base, skill, settings), settings.seed + 99
-    train(expert, loss, settings.retrain_steps, settings.expert_rate, seed)
-
-
 def _user_cache() -> Path:
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "mergepipe"
@@ -168,10 +154,14 @@ def _train_expert(folder: Path, base: LlamaForCausalLM, skill: str, s: Settings)
     """Leave the expert for `skill` in `folder`, and version 2 of the last one."""
     expert = copy.deepcopy(base)
     seed = s.seed + 10 + SKILLS.index(skill)
-    train(expert, _expert_loss(base, skill, s), s.expert_steps, s.expert_rate, seed)
+    loss = _expert_loss(base, skill, s)
+    train(expert, loss, s.expert_steps, s.expert_rate, seed)
     save(expert, folder / skill)
     if skill == SKILLS[-1]:
-        retrain_layers(expert, base, skill, RETRAINED_LAYERS, s)
+        # All else is frozen: these layers alone change their bytes.
+        for name, parameter in expert.named_parameters():
+            parameter.requires_grad = any(f".layers.{i}." in name for i in RETRAINED_LAYERS)
+        train(expert, loss, s.retrain_steps, s.expert_rate, s.seed + 99)
         save(expert, folder / f"{skill}-v2")
 
 

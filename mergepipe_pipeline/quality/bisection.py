@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -112,7 +112,7 @@ def bisect(
     could be measured.
     """
     regression, most = prepared.regression, prepared.most
-    with _Bench(warehouse, prepared, options, progress, tell) as bench:
+    with _Bench(warehouse, prepared, options, progress or Silent(), tell) as bench:
         _, verdict = bench.judged(regression.refused)
         narrowed: Narrowed[Suspect] = Narrowed((), True)
         fewest: tuple[str, ...] = ()
@@ -141,22 +141,22 @@ def bisect(
     )
 
 
+@dataclass
 class _Bench:
     """Merges and measures candidates, and keeps all of them until the context ends."""
 
-    def __init__(
-        self,
-        warehouse: Warehouse,
-        prepared: Prepared,
-        options: EngineOptions | None,
-        progress: Progress | None,
-        tell: Tell,
-    ) -> None:
-        self._warehouse, self._prepared = warehouse, prepared
-        self._regression = prepared.regression
-        self._options, self._progress, self._tell = options, progress or Silent(), tell
-        self._leases, self._failed = ExitStack(), list[EvaluationError]()
-        self.candidates: list[Candidate] = []
+    _warehouse: Warehouse
+    _prepared: Prepared
+    _options: EngineOptions | None
+    _progress: Progress
+    _tell: Tell
+    _leases: ExitStack = field(default_factory=ExitStack)
+    _failed: list[EvaluationError] = field(default_factory=list)
+    candidates: list[Candidate] = field(default_factory=list)
+
+    @property
+    def _regression(self) -> Regression:
+        return self._prepared.regression
 
     def __enter__(self) -> _Bench:
         return self

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from mergepipe_pipeline.digest import digest_json
-from mergepipe_pipeline.domain.evaluation import Evaluator, LmEval
+from mergepipe_pipeline.domain.evaluation import Evaluator
 from mergepipe_pipeline.errors import EvaluationError, MergePipeError
 from mergepipe_pipeline.storage.hashing import file_sha256
 
@@ -70,7 +70,11 @@ def command_of(evaluator: Evaluator, folder: Path) -> list[str]:
         place = str((folder / text.text).resolve())
         return _ours("perplexity", {**asdict(text), "text": place})
     if evaluator.lm_eval is not None:
-        return _harness(evaluator, evaluator.lm_eval, folder)
+        _require("lm_eval", evaluator)
+        options = asdict(evaluator.lm_eval)
+        if (tasks := evaluator.lm_eval.include_path) is not None:
+            options["include_path"] = str(_tasks(evaluator, folder / tasks).resolve())
+        return _ours("lm_eval", options)
     program, *arguments = evaluator.command
     if program == "python":
         if arguments and arguments[0][:1] != "-" and not (folder / arguments[0]).is_file():
@@ -80,14 +84,6 @@ def command_of(evaluator: Evaluator, folder: Path) -> list[str]:
     if shutil.which(place) is None:
         raise _lost(evaluator, Path(place), "no such program, or one that may not be executed")
     return [program, *arguments]
-
-
-def _harness(evaluator: Evaluator, chosen: LmEval, folder: Path) -> list[str]:
-    _require("lm_eval", evaluator)
-    options = asdict(chosen)
-    if chosen.include_path is not None:
-        options["include_path"] = str(_tasks(evaluator, folder / chosen.include_path).resolve())
-    return _ours("lm_eval", options)
 
 
 def _tasks(evaluator: Evaluator, place: Path) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from math import isfinite
@@ -139,9 +139,26 @@ def _seconds(began: str, ended: str) -> float:
     return round(passed.total_seconds(), 3)
 
 
-def cheapest(
-    front: Front, minima: Mapping[str, float], maxima: Mapping[str, float], cost: str | None
-) -> Trial:
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A metric is to be at least (`is_min`), or at most, a limit."""
+
+    metric: str
+    is_min: bool
+    limit: float
+
+    def holds(self, trial: Trial) -> bool:
+        """Whether a result keeps to it."""
+        value = trial.metrics.get(self.metric)
+        if value is None:
+            return False
+        return value >= self.limit if self.is_min else value <= self.limit
+
+    def __str__(self) -> str:
+        return f"{self.metric} at {'least' if self.is_min else 'most'} {figure(self.limit)}"
+
+
+def cheapest(front: Front, bounds: Sequence[Bound], cost: str | None) -> Trial:
     """Of the results that keep to all bounds on metrics, the best by the objective `cost`.
 
     By default the last objective is the cost. Raises SearchError where there is none, with the best
@@ -158,14 +175,14 @@ def cheapest(
             next_step="name an objective",
         )
     good = [t for t in front.trials if not t.is_failure]
-    _refuse_unmeasured(front, good, {**minima, **maxima})
-    fit = [t for t in good if _fits(t, minima, maxima)]
+    _refuse_unmeasured(front, good, bounds)
+    fit = [t for t in good if all(b.holds(t) for b in bounds)]
     if not fit:
         raise SearchError(
             "No candidate keeps to these bounds",
             where=front.search,
-            expected=", ".join(_bounds_text(minima, maxima)),
-            found="; ".join(_best_there_is(good, minima, maxima)),
+            expected=", ".join(map(str, bounds)),
+            found="; ".join(_best_there_is(good, bounds)),
             next_step="ask for less, or search further",
         )
     # As measured: values tell nothing beneath −0.2.
@@ -173,44 +190,30 @@ def cheapest(
     return max(fit, key=lambda t: (*(o.share(t.metrics) for o in asked), -t.number))
 
 
-def _refuse_unmeasured(front: Front, good: list[Trial], bounds: Mapping[str, float]) -> None:
+def _refuse_unmeasured(front: Front, good: list[Trial], bounds: Sequence[Bound]) -> None:
     measured = {name for t in good for name in t.metrics}
-    for name in bounds:
-        if name not in measured:
+    for bound in bounds:
+        if bound.metric not in measured:
             raise SearchError(
                 "Nothing of the search has this metric" if good else "The search has no result yet",
                 where=front.search,
                 expected=", ".join(sorted(measured)) or "a result",
-                found=name,
+                found=bound.metric,
                 next_step="name a metric that its evaluator prints" if good else "let it go on",
             )
 
 
-def _fits(trial: Trial, minima: Mapping[str, float], maxima: Mapping[str, float]) -> bool:
-    m = trial.metrics
-    return all(name in m and m[name] >= low for name, low in minima.items()) and all(
-        name in m and m[name] <= high for name, high in maxima.items()
-    )
-
-
-def _bounds_text(minima: Mapping[str, float], maxima: Mapping[str, float]) -> list[str]:
-    low = [f"{name} at least {figure(x)}" for name, x in minima.items()]
-    return [*low, *(f"{name} at most {figure(x)}" for name, x in maxima.items())]
-
-
-def _best_there_is(
-    good: list[Trial], minima: Mapping[str, float], maxima: Mapping[str, float]
-) -> Iterator[str]:
+def _best_there_is(good: list[Trial], bounds: Sequence[Bound]) -> Iterator[str]:
     """Per bound the best metric of those that keep to the others; of all, where none does."""
-    for bounds, sign in ((minima, 1), (maxima, -1)):
-        for name in bounds:
-            others = [{k: v for k, v in b.items() if k != name} for b in (minima, maxima)]
-            rest = [t for t in good if _fits(t, others[0], others[1]) and name in t.metrics]
-            among = rest or [t for t in good if name in t.metrics]
-            best = max(among, key=lambda t: sign * t.metrics[name])
-            who = "with the other bounds " if rest and len(minima) + len(maxima) > 1 else ""
-            start = f"the {'highest' if sign > 0 else 'lowest'} {name} {who}is"
-            yield f"{start} {figure(best.metrics[name])}, of candidate {best.number}"
+    for bound in bounds:
+        name, sign = bound.metric, 1 if bound.is_min else -1
+        others = [b for b in bounds if b.metric != name]
+        there = [t for t in good if name in t.metrics]
+        fit = [t for t in there if all(b.holds(t) for b in others)]
+        best = max(fit or there, key=lambda t: sign * t.metrics[name])
+        who = "with the other bounds " if fit and len(bounds) > 1 else ""
+        start = f"the {'highest' if bound.is_min else 'lowest'} {name} {who}is"
+        yield f"{start} {figure(best.metrics[name])}, of candidate {best.number}"
 
 
 def front_picture(front: Front) -> bytes:

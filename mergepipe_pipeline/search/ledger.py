@@ -63,7 +63,7 @@ class Search:
 class Prior:
     """What is expected of each coordinate before anything is evaluated.
 
-    `parameter` and `activation` (None: not asked for) are differences per numbered layer, `blocks`
+    `parameter` are differences per numbered layer, `blocks`
     the layers that share a weight, `scores` and `length_scales` per coordinate in the order of
     `labels`.
     """
@@ -71,7 +71,6 @@ class Prior:
     labels: tuple[str, ...]
     blocks: tuple[tuple[str, ...], ...]
     parameter: tuple[float, ...]
-    activation: tuple[float, ...] | None
     scores: tuple[float, ...]
     length_scales: tuple[float, ...]
 

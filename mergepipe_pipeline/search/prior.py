@@ -23,17 +23,13 @@ from mergepipe_pipeline.domain.stats import TensorStats, widened
 from mergepipe_pipeline.facts.analysed import analysed_experts
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.search.ledger import Ledger, Prior, Search
-from mergepipe_pipeline.search.prompts import activation_differences
 from mergepipe_pipeline.search.space import Space, numbered
 from mergepipe_pipeline.search.start import models_of
 from mergepipe_pipeline.warehouse import Warehouse
 
 
 def search_prior(warehouse: Warehouse, search: Search, progress: Progress | None = None) -> Prior:
-    """The prior of a search, made if it is not there; analyses sources of which nothing is known.
-
-    Raises EvaluationError where activations are asked for and the forward pass fails.
-    """
+    """The prior of a search, made if it is not there; what is not known of sources is analysed."""
     ledger = Ledger(warehouse, search.name)
     prior = ledger.prior()
     if prior is None:
@@ -45,19 +41,14 @@ def search_prior(warehouse: Warehouse, search: Search, progress: Progress | None
 
 def _prior(warehouse: Warehouse, search: Search, progress: Progress | None) -> Prior:
     file, names = search.file, numbered(search.layers)
-    parameter, activation = _parameter_differences(warehouse, search, progress), None
-    if file.prompts is not None:
-        activation = activation_differences(
-            file, search.folder, models_of(warehouse, search), len(names), search.summary
-        )
+    parameter = _parameter_differences(warehouse, search, progress)
     blocks = grouped(parameter, len(names) if file.space.blocks is None else file.space.blocks)
     space = Space(file, search.layers, tuple(tuple(names[n] for n in b) for b in blocks))
-    scores = _per_coordinate(space, mixed_scores(parameter, activation), names)
+    scores = _per_coordinate(space, smooth_scores(parameter), names)
     return Prior(
         space.labels,
         space.blocks,
         _tuple(parameter),
-        None if activation is None else _tuple(activation),
         _tuple(scores),
         _tuple(length_scales(scores)),
     )
@@ -81,7 +72,7 @@ def _parameter_differences(
     warehouse: Warehouse, search: Search, progress: Progress | None
 ) -> F64Array:
     """A score per numbered layer, from the catalog."""
-    models = models_of(warehouse, search)
+    models = models_of(warehouse, search.file, search.folder)
     base, sources = models[search.file.base_model], [models[s] for s in search.file.sources]
     known = analysed_experts(warehouse, sources, base, grid_for(base, None), progress)
     tensors = [{t.base_tensor: t for t in e.stats().tensors} for e in known]
@@ -132,16 +123,14 @@ _SMALL = 1e-8
 _FAR = 50.0
 
 
-def mixed_scores(parameter: F64Array, activation: F64Array | None = None) -> F64Array:
-    """Scores between 0.05 and 1 from differences of parameters and, if known, of activations.
+def smooth_scores(differences: F64Array) -> F64Array:
+    """Scores between 0.05 and 1 from differences of layers, normalised, then smoothed.
 
-    Each is normalised, both are averaged and smoothed over neighbours. What is not finite counts as
-    the middle.
+    What is not finite counts as the middle.
     """
-    kinds = [parameter] if activation is None else [parameter, activation]
-    mixed = np.mean([_normalised(scores) for scores in kinds], axis=0)
-    smooth = mixed.copy()
-    smooth[1:-1] = mixed[:-2] / 4 + mixed[1:-1] / 2 + mixed[2:] / 4
+    each = _normalised(differences)
+    smooth = each.copy()
+    smooth[1:-1] = each[:-2] / 4 + each[1:-1] / 2 + each[2:] / 4
     scores: F64Array = np.clip(smooth, 0.05, 1.0)
     return scores
 

@@ -89,7 +89,7 @@ class Objective:
 
 
 class SearchFile(_Strict):
-    """What a search file asks for; `prompts` names a file beside it."""
+    """What a search file asks for."""
 
     sources: Annotated[list[Model], Field(min_length=2)]
     base_model: Model
@@ -101,7 +101,6 @@ class SearchFile(_Strict):
     evaluations: Count
     workers: Annotated[int, Field(ge=1, le=256)] = 1
     initial: Count = 8
-    prompts: str | None = None
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     budget: Any = None
     failures: Count = 5

@@ -28,7 +28,6 @@ from mergepipe_pipeline.resolution.recipe_text import parse, yaml_file
 from mergepipe_pipeline.resolution.resolve import ResolvedRecipe, open_stage, resolve
 from mergepipe_pipeline.search.bayes import refuse_without_botorch
 from mergepipe_pipeline.search.ledger import Ledger, Search, searches
-from mergepipe_pipeline.search.prompts import refuse_no_activations
 from mergepipe_pipeline.search.search_file import SearchFile, parse_search
 from mergepipe_pipeline.search.space import Space, layers_of, numbered
 from mergepipe_pipeline.storage.regular import text_of
@@ -42,7 +41,7 @@ def read_search(warehouse: Warehouse, path: Path) -> Search:
     """What a search file asks for, held against the headers of its sources; writes nothing.
 
     Raises RecipeError with the problems of the file, what `check` raises for its recipes, and
-    EvaluationError for an evaluator and SearchError for activations that cannot be had.
+    EvaluationError for an evaluator that cannot be had.
     """
     text = yaml_file(path, "search file")
     name, folder = path.stem, path.resolve().parent
@@ -56,10 +55,9 @@ def read_search(warehouse: Warehouse, path: Path) -> Search:
         )
     file = parse_search(text, text_of(path))
     command_of(file.evaluator, folder)
-    models = _models(warehouse, file, folder)
+    models = models_of(warehouse, file, folder)
     if file.evaluations > file.initial:
         refuse_without_botorch()
-    refuse_no_activations(file, folder, models, text_of(path))
     layers = layers_of([models[source].views for source in file.sources])
     n_layers = len(numbered(layers))
     if not n_layers:
@@ -156,12 +154,8 @@ def parsed_of(search: Search, text: str, name: str | None = None) -> ParsedRecip
     return parse(text, name=name or search.name, where=f"a recipe of the search {search.name}")
 
 
-def models_of(warehouse: Warehouse, search: Search) -> Mapping[str, Model]:
+def models_of(warehouse: Warehouse, file: SearchFile, folder: Path) -> Mapping[str, Model]:
     """The sources and the base, opened, by their texts in the file; no weight is read."""
-    return _models(warehouse, search.file, search.folder)
-
-
-def _models(warehouse: Warehouse, file: SearchFile, folder: Path) -> Mapping[str, Model]:
     text = Space(file, (), ()).recipe("sources", (0.5,))
     parsed = parse(text, name="search", where=f"the sources of a search in {folder}")
     _, models = open_stage(Places(warehouse, folder), parsed)
@@ -177,7 +171,7 @@ def _contents(
 ) -> dict[str, tuple[str, ...]]:
     """By the text of each model the digests of what it holds, taken where nobody knows them."""
     contents = {}
-    for text, model in models_of(warehouse, search).items():
+    for text, model in models_of(warehouse, search.file, search.folder).items():
         for checkpoint in model.checkpoints:
             ensure_digests(warehouse, checkpoint, progress)
         contents[text] = tuple(content_of(warehouse.catalog, c) for c in model.checkpoints)

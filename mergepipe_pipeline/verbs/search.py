@@ -7,7 +7,7 @@ Dagster starts for the search files of a warehouse is read from files and ledger
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.references import parse_reference
 from mergepipe_pipeline.recipe.yaml_text import MAX_NBYTES
 from mergepipe_pipeline.search.candidate import evaluate, snapshot_of
-from mergepipe_pipeline.search.front import Front, cheapest, front, front_picture, ref_name
+from mergepipe_pipeline.search.front import Bound, Front, cheapest, front, front_picture, ref_name
 from mergepipe_pipeline.search.ledger import Ledger, Prior, Proposal, Result, Search, searches
 from mergepipe_pipeline.search.loop import SearchState, Tell, propose, run_search, state_of
 from mergepipe_pipeline.search.prior import search_prior
@@ -45,6 +45,7 @@ from mergepipe_pipeline.verbs.publish import publish
 from mergepipe_pipeline.warehouse import Warehouse
 
 __all__ = [
+    "Bound",
     "Front",
     "Prior",
     "Proposal",
@@ -100,8 +101,7 @@ def publish_front(
 def pick(
     warehouse: Warehouse,
     search: Search,
-    minima: Mapping[str, float],
-    maxima: Mapping[str, float] | None = None,
+    bounds: Sequence[Bound],
     *,
     cost: str | None = None,
     ref: str | None = None,
@@ -113,7 +113,7 @@ def pick(
     `cost` is the objective that says cheap, the last one by default. Raises SearchError where no
     candidate keeps to the bounds, with the best that there is.
     """
-    chosen = cheapest(front(warehouse, search), minima, maxima or {}, cost)
+    chosen = cheapest(front(warehouse, search), bounds, cost)
     return _publish(warehouse, search, chosen.number, ref or search.name, progress)
 
 

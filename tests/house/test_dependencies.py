@@ -45,8 +45,7 @@ EVERYWHERE = {f for name in (OURS, "assets", "sensors") for f in (ROOT / name).r
 DEMO = {file for file in EVERYWHERE if (ROOT / "mergepipe_pipeline/demo") in file.parents}
 # These name the extra, too.
 DEMO |= {
-    ROOT / "mergepipe_pipeline" / file
-    for file in ("quality/builtin.py", "search/prompts.py", "tools/moe_gates.py")
+    ROOT / "mergepipe_pipeline" / file for file in ("quality/builtin.py", "tools/moe_gates.py")
 }
 CORE = declared(PROJECT["dependencies"])
 EXTRAS = {name: declared(texts) for name, texts in PROJECT["optional-dependencies"].items()}

@@ -31,6 +31,7 @@ from mergepipe_pipeline.snapshots.find import list_snapshots
 from mergepipe_pipeline.verbs.gc import collect
 from mergepipe_pipeline.verbs.repair import repair
 from mergepipe_pipeline.verbs.search import (
+    Bound,
     evaluate,
     front,
     pick,
@@ -47,7 +48,7 @@ from mergepipe_pipeline.verbs.search import (
 )
 from mergepipe_pipeline.verbs.verify import verify_all
 from tests.search.world import EVALUATOR, World
-from tests.support.family import layout, tensors_of, write_model
+from tests.support.family import layout, write_model
 
 
 def call(world: World, *words: object) -> Result:
@@ -139,7 +140,7 @@ def test_what_is_worse_than_the_worst_anchor_is_still_told_apart_by_front_and_pi
     cheapest = max(found.trials, key=lambda t: t.metrics["cost"])
     assert cheapest.number != 1
     assert found.numbers == (cheapest.number,)
-    assert pick(world.home, search, {"half": 0.5}).snapshot_id == cheapest.snapshot_id
+    assert pick(world.home, search, [Bound("half", True, 0.5)]).snapshot_id == cheapest.snapshot_id
 
 
 def test_a_failed_evaluation_is_a_result_and_not_the_end(world: World) -> None:
@@ -322,7 +323,6 @@ def test_an_evaluator_that_changes_or_goes_during_a_merge_gives_no_result(
         ("budget: lots", "lots"),
         ("sources: [one, gone]", "gone"),
         ("evaluate: {command: [python, gone.py]}", "gone.py"),
-        ("prompts: gone.txt", "gone.txt"),
     ],
 )
 def test_what_does_not_fit_the_models_is_refused_before_anything_is_written(
@@ -346,22 +346,22 @@ def test_pick_publishes_the_cheapest_and_says_the_best_there_is(world: World) ->
     enough = [t for t in trials if t.metrics["good"] >= 0.4]
     cheapest = min(enough, key=lambda t: t.metrics["cost"])
     collect(home, older_than_s=0)
-    assert pick(home, search, {"good": 0.4}).snapshot_id == cheapest.snapshot_id
-    best = pick(home, search, {}, cost="good", ref="best")
+    assert pick(home, search, [Bound("good", True, 0.4)]).snapshot_id == cheapest.snapshot_id
+    best = pick(home, search, [], cost="good", ref="best")
     assert best.snapshot_id == max(trials, key=lambda t: t.metrics["good"]).snapshot_id
     # A candidate off the front was collected: it is merged again, to the same bytes.
     (off, *_) = [t for t in trials if not t.is_on_front]
     assert off.snapshot_id not in _snapshots(world)
-    exact = {name: off.metrics[name] for name in ("good", "cost")}
-    assert pick(home, search, exact, exact, ref="off").snapshot_id == off.snapshot_id
+    exact = [Bound(n, is_min, off.metrics[n]) for n in ("good", "cost") for is_min in (True, False)]
+    assert pick(home, search, exact, ref="off").snapshot_id == off.snapshot_id
     with pytest.raises(SearchError) as caught:
-        pick(home, search, {"good": 1.5})
+        pick(home, search, [Bound("good", True, 1.5)])
     top = max(trials, key=lambda t: t.metrics["good"])
     assert caught.value.found == (
         f"the highest good is {top.metrics['good']:.10g}, of candidate {top.number}"
     )
     with pytest.raises(SearchError, match="Nothing of the search has this metric"):
-        pick(home, search, {"speed": 1})
+        pick(home, search, [Bound("speed", True, 1)])
     for bound in ("good", "good=nan"):
         assert call(world, "pick", "mix", "--min", bound).exit_code == 2
 
@@ -501,29 +501,6 @@ def test_a_file_that_is_none_and_a_search_that_is_none_are_said(world: World) ->
     with pytest.raises(RecipeError, match="cannot be read"):
         read_search(world.home, Path("gone.yml"))
     assert call(world, "front", "gone").exit_code == 17
-
-
-def test_activations_over_prompts_differ_from_the_layer_on_in_which_sources_differ(
-    world: World,
-) -> None:
-    pytest.importorskip("transformers")
-    size = {"layers": 3, "hidden": 8, "vocab": 16}
-    tensors = tensors_of(0, None, **size, dtype=torch.float32)
-    write_model(world.folder / "base", tensors, **size)
-    write_model(world.folder / "zero", tensors, **size)
-    name = "model.layers.1.mlp.down_proj.weight"
-    write_model(world.folder / "one", tensors | {name: 30 * tensors[name]}, **size)
-    (world.folder / "prompts.txt").write_text("w3 w4 w5\n\nw6 w7\n")
-    path = world.write("evaluations: 2\ninitial: 2\nprompts: prompts.txt\n")
-    prior = search_prior(world.home, start_search(world.home, path))
-    assert prior.activation is not None
-    before, at, after = prior.activation
-    assert before == pytest.approx(0.0, abs=1e-6)
-    assert min(at, after) > 1e-4
-    (world.folder / "prompts.txt").write_text("")
-    other = path.rename(world.folder / "other.yml")
-    with pytest.raises(EvaluationError, match="has no prompt"):
-        search_prior(world.home, start_search(world.home, other))
 
 
 def test_with_a_budget_of_nothing_the_stated_cost_reads_the_base_alone(world: World) -> None:

@@ -46,11 +46,9 @@ def test_every_problem_of_a_search_file_is_told_at_its_key_path() -> None:
         "line 4, space.wieghts: unknown key `wieghts`; did you mean `weights`?",
         "line 5, objectives.good.anchors: this key is required and missing",
         "line 6, evaluate.comand: unknown key `comand`; did you mean `command`?",
-        "line 6, evaluate: expected one of command, python, perplexity, lm_eval, found none",
         "line 7, evaluations: expected a valid integer, found 4.5",
         "line 8, foo: unknown key `foo`; known are sources, base_model, merge_method, parameters, "
-        "space, objectives, evaluate, evaluations, workers, initial, prompts, seed, "
-        "budget, failures",
+        "space, objectives, evaluate, evaluations, workers, initial, seed, budget, failures",
     ]
 
 

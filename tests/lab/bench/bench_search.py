@@ -36,7 +36,7 @@ from tests.lab.bench.search_methods import Evolution, Rounds
 from tests.lab.bench.search_problems import Problem
 
 _WORKERS, _INITIAL, _EVALUATIONS, _ACTIVE = 4, 8, 48, 3
-#: What `mixed_scores` gives at least.
+#: What `smooth_scores` gives at least.
 _LOWEST_SCORE = 0.05
 Method = Literal["async", "sync", "nsga2", "sobol"]
 Prior = Literal["none", "map"]
