@@ -28,7 +28,7 @@ ENGINE_VERSION = "4"
 
 
 #: What may be set in a config.json, a JSON value; None takes the key away.
-ConfigValue = int | bool | str | list[Any] | dict[str, Any] | None
+ConfigValue = int | float | bool | str | list[Any] | dict[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from mergepipe_pipeline.errors import CorruptionError, NotFoundError
 from mergepipe_pipeline.snapshots.find import load_snapshot, read_manifest
 from mergepipe_pipeline.storage.atomic import remove_tree, write_atomic
 from mergepipe_pipeline.storage.chain import MOST_VERSIONS
-from mergepipe_pipeline.storage.forms import record_of
+from mergepipe_pipeline.storage.forms import read_form, record_of
 from mergepipe_pipeline.text import whole_number
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -47,11 +47,40 @@ def store_working_plan(warehouse: Warehouse, recipe: str, plan: MergePlan) -> st
     return sha256
 
 
-def load_working_plan(warehouse: Warehouse, recipe: str, plan_id: str, sha256: str) -> MergePlan:
+@dataclass(frozen=True, slots=True)
+class WorkingPlan:
+    """What a standing recipe works on: a plan, the state that it answers, and its inputs' states.
+
+    `snapshot_id` is "" until the plan's snapshot is committed.
+    """
+
+    plan_id: str
+    plan_sha256: str
+    wanted: str
+    inputs: dict[str, str]
+    snapshot_id: str = ""
+
+
+def working_plan(warehouse: Warehouse, recipe: str) -> WorkingPlan:
+    """The record of the plan that a recipe works on. Raises NotFoundError, CorruptionError."""
+    path, next_step = warehouse.current_plan_path(recipe), f"materialize {recipe}/plan"
+    if not path.exists():
+        raise NotFoundError(
+            "A recipe has no plan yet",
+            where=recipe,
+            found=str(path),
+            next_step=f"{next_step} first",
+        )
+    what = "The record of a recipe's plan"
+    data = path.read_bytes()
+    return read_form(WorkingPlan, data, str(path), what, f"{next_step}: it plans anew")[0]
+
+
+def load_working_plan(warehouse: Warehouse, recipe: str, working: WorkingPlan) -> MergePlan:
     """The plan that a standing recipe works on. Raises CorruptionError."""
-    path = warehouse.working_plan_path(recipe, sha256)
-    refuse_other_plan(path, sha256)
-    plan = _read(path, lambda _, value: checked_plan(plan_id, value))
+    path = warehouse.working_plan_path(recipe, working.plan_sha256)
+    refuse_other_plan(path, working.plan_sha256)
+    plan = _read(path, lambda _, value: checked_plan(working.plan_id, value))
     return _with_folders(plan, warehouse.roots.here)
 
 

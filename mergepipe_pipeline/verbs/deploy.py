@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mergepipe_pipeline.contents.damaged_packs import refuse_damaged
 from mergepipe_pipeline.deploy.arrivals import arrival
@@ -48,9 +48,11 @@ from mergepipe_pipeline.errors import (
 )
 from mergepipe_pipeline.execution.assemble import commit
 from mergepipe_pipeline.execution.lookup import (
+    WorkingPlan,
     forget_other_plans,
     load_working_plan,
     store_working_plan,
+    working_plan,
 )
 from mergepipe_pipeline.execution.plan_leases import lease, lease_layers, lease_recipe
 from mergepipe_pipeline.execution.planning import make_plan
@@ -199,47 +201,25 @@ def plan_recipe(warehouse: Warehouse, file: RecipeFile, *, budget: str | None = 
                 budget=budget,
             )
         sha256 = store_working_plan(warehouse, file.name, plan)
-        state = {
-            "plan_id": plan.plan_id,
-            "plan_sha256": sha256,
-            "wanted": wanted_of(warehouse, file, inputs.values()) or "",
-            "inputs": states,
-            "snapshot_id": "",
-        }
+        state = wanted_of(warehouse, file, inputs.values()) or ""
+        working = WorkingPlan(plan.plan_id, sha256, state, states)
         LayerRecords(warehouse.layer_records_dir(file.name)).forget()
-        write_atomic(warehouse.current_plan_path(file.name), seal(state))
+        write_atomic(warehouse.current_plan_path(file.name), seal(asdict(working)))
         forget_other_plans(warehouse, file.name, sha256)
     return plan
 
 
 def current_plan(warehouse: Warehouse, recipe: str) -> MergePlan:
     """The plan that `plan_recipe` made last. Raises NotFoundError, CorruptionError."""
-    return _planned(warehouse, recipe, _current(warehouse, recipe))
+    return _planned(warehouse, recipe, working_plan(warehouse, recipe))
 
 
-def _planned(warehouse: Warehouse, recipe: str, state: Mapping[str, Any]) -> MergePlan:
+def _planned(warehouse: Warehouse, recipe: str, working: WorkingPlan) -> MergePlan:
     try:
-        return load_working_plan(warehouse, recipe, state["plan_id"], state["plan_sha256"])
+        return load_working_plan(warehouse, recipe, working)
     except (CorruptionError, NotFoundError) as error:
         error.next_step = f"materialize {recipe}/plan: it plans anew"
         raise
-
-
-def _current(warehouse: Warehouse, recipe: str) -> dict[str, Any]:
-    path = warehouse.current_plan_path(recipe)
-    if not path.exists():
-        raise NotFoundError(
-            "A recipe has no plan yet",
-            where=recipe,
-            found=str(path),
-            next_step=f"materialize {recipe}/plan first",
-        )
-    return unseal(path.read_bytes(), str(path))
-
-
-def _inputs(state: Mapping[str, Any]) -> dict[str, str]:
-    """The inputs' states as planned; none are known of a plan of an earlier version."""
-    return dict(state.get("inputs", {}))
 
 
 def seconds_to_merge(warehouse: Warehouse, plan: MergePlan) -> float | str:
@@ -297,7 +277,7 @@ def snapshot_recipe(
     Layers that are damaged where they are stored are merged again first. Returns what the plan's
     layers cost, over all runs that worked on it.
     """
-    with _working(warehouse, recipe) as (state, plan):
+    with _working(warehouse, recipe) as (working, plan):
 
         def committed() -> tuple[Snapshot, Realised]:
             realised = Realised.total(r.cost for r in merged_layers(warehouse, recipe, plan))
@@ -310,34 +290,34 @@ def snapshot_recipe(
             layers = [layer.name for layer in plan.layers]
             list(run_recorded(warehouse, recipe, plan, layers, options or EngineOptions()))
             snapshot, realised = committed()
-        done = {**state, "snapshot_id": snapshot.snapshot_id}
-        write_atomic(warehouse.current_plan_path(recipe), seal(done))
+        done = replace(working, snapshot_id=snapshot.snapshot_id)
+        write_atomic(warehouse.current_plan_path(recipe), seal(asdict(done)))
     return snapshot, realised
 
 
 @contextmanager
 def _working(
     warehouse: Warehouse, recipe: str, *, shared: bool = False
-) -> Iterator[tuple[dict[str, Any], MergePlan]]:
+) -> Iterator[tuple[WorkingPlan, MergePlan]]:
     """What is current of a recipe, for nobody else to change, and its plan with all it needs."""
     with lease_recipe(warehouse, recipe, shared=shared):
-        state = _current(warehouse, recipe)
-        plan = _planned(warehouse, recipe, state)
-        with lease(warehouse, plan), blaming_inputs(warehouse, _inputs(state)):
-            yield state, plan
+        working = working_plan(warehouse, recipe)
+        plan = _planned(warehouse, recipe, working)
+        with lease(warehouse, plan), blaming_inputs(warehouse, working.inputs):
+            yield working, plan
 
 
 def current_snapshot(warehouse: Warehouse, recipe: str) -> Snapshot:
     """The snapshot that `snapshot_recipe` committed last. Raises NotFoundError."""
-    state = _current(warehouse, recipe)
-    if not state["snapshot_id"]:
+    working = working_plan(warehouse, recipe)
+    if not working.snapshot_id:
         raise NotFoundError(
             "A recipe's current plan has no snapshot yet",
             where=recipe,
-            found=f"plan {state['plan_id'][:16]}",
+            found=f"plan {working.plan_id[:16]}",
             next_step=f"materialize {recipe}/snapshot first",
         )
-    return load_snapshot(warehouse.snapshots, state["snapshot_id"])
+    return load_snapshot(warehouse.snapshots, working.snapshot_id)
 
 
 def candidate(warehouse: Warehouse, file: RecipeFile) -> tuple[Snapshot, str | None]:
@@ -345,9 +325,9 @@ def candidate(warehouse: Warehouse, file: RecipeFile) -> tuple[Snapshot, str | N
 
     None for one of another budget than the recipe's, which says nothing of what the recipe wants.
     """
-    snapshot, state = current_snapshot(warehouse, file.name), _current(warehouse, file.name)
-    is_own = _planned(warehouse, file.name, state).request.budget is None
-    return snapshot, state["wanted"] if is_own else None
+    snapshot, working = current_snapshot(warehouse, file.name), working_plan(warehouse, file.name)
+    is_own = _planned(warehouse, file.name, working).request.budget is None
+    return snapshot, working.wanted if is_own else None
 
 
 def evaluate_recipe(warehouse: Warehouse, file: RecipeFile) -> tuple[Evaluation, Path]:
@@ -385,10 +365,11 @@ def release_recipe(warehouse: Warehouse, file: RecipeFile) -> tuple[Ref, Release
             judged = judge_candidate(warehouse, file, *candidate(warehouse, file))
             refuse(judged, file.name, file.recipe.ref)
             expected = judged.live_version
-        snapshot, state = current_snapshot(warehouse, file.name), _current(warehouse, file.name)
+        snapshot = current_snapshot(warehouse, file.name)
+        working = working_plan(warehouse, file.name)
         audit = audit_snapshot(warehouse, file.name, snapshot)
-        refuse_unfit(audit, _planned(warehouse, file.name, state))
-        refuse_changed_inputs(warehouse, _inputs(state))
+        refuse_unfit(audit, _planned(warehouse, file.name, working))
+        refuse_changed_inputs(warehouse, working.inputs)
         last = last_release(warehouse, file.name)
         ref = publish(
             warehouse,
@@ -401,7 +382,7 @@ def release_recipe(warehouse: Warehouse, file: RecipeFile) -> tuple[Ref, Release
         done = Release(
             file.name,
             (last.sequence if last else 0) + 1,
-            state["wanted"],
+            working.wanted,
             snapshot.manifest.plan_id,
             snapshot.snapshot_id,
         )

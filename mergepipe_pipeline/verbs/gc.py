@@ -11,15 +11,17 @@ many versions of each ref says so: results that older ones alone name go.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from mergepipe_pipeline.contents.damaged_packs import irreplaceable_packs
 from mergepipe_pipeline.digest import unseal
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
-from mergepipe_pipeline.execution.lookup import load_working_plan
+from mergepipe_pipeline.execution.lookup import load_working_plan, working_plan
 from mergepipe_pipeline.execution.plan_leases import need_of
 from mergepipe_pipeline.search.front import front
 from mergepipe_pipeline.search.ledger import Ledger, searches
@@ -64,7 +66,7 @@ def collect(
     """
     leases = warehouse.leases
     published: _Versions = {}
-    for _ in _published(warehouse, published):  # read while nobody has to wait
+    for _ in _needs(_published(warehouse, published)):  # read while nobody has to wait
         pass
     with leases.watched() if dry_run else leases.alone():
         living = leases.living(older_than_s)
@@ -189,13 +191,15 @@ def _roots(
 ) -> Roots:
     """What must stay. Where a file that may name a stage cannot be read, all stages do."""
     need, doubts = Need(), []
-    others = (find(warehouse) for find in (_registered, _released, _planned, _searched))
-    for part in (_published(warehouse, published, keep_versions), *others):
-        for named in part:
-            if isinstance(named, Need):
-                need |= named
-            else:
-                doubts.append(f"stages stay, since this may name one: {named}")
+    finders = chain(
+        _published(warehouse, published, keep_versions),
+        *(find(warehouse) for find in (_released, _planned, _searched)),
+    )
+    for found in chain(_registered(warehouse), _needs(finders)):
+        if isinstance(found, Need):
+            need |= found
+        else:
+            doubts.append(f"stages stay, since this may name one: {found}")
     notes = [
         f"all layers stay, since a lease in use cannot be read: {p}" for p in living.unreadable
     ]
@@ -212,43 +216,61 @@ def _all_snapshots(warehouse: Warehouse) -> frozenset[str]:
     return frozenset(path.name for path in warehouse.snapshots.iterdir())
 
 
+#: Reads what something needs; raises MergePipeError or OSError where that cannot be known.
+_Finder = Callable[[], Need]
+
+
+def _needs(finders: Iterable[_Finder]) -> Iterator[Need | MergePipeError]:
+    """What each finder finds, or why it cannot; what is gone meanwhile needs nothing."""
+    for find in finders:
+        try:
+            yield find()
+        except FileNotFoundError:
+            continue
+        except MergePipeError as error:
+            yield error
+        except OSError as error:
+            where = str(error.filename)
+            yield CorruptionError("A file cannot be read", where=where, found=str(error))
+
+
 def _published(
     warehouse: Warehouse, known: _Versions, newest: int | None = None
-) -> Iterator[Need | MergePipeError]:
+) -> Iterator[_Finder]:
     """The newest so many versions of every ref, or all: rollback may go back to each.
 
     Only versions that are not `known` are read; all are known then.
     """
     refs = warehouse.refs
-    for name in refs.names():
-        try:
-            known[name] = refs.snapshot_ids(name, known.get(name, {}))
-            kept = list(known[name].values())[-newest if newest else 0 :]
-            yield Need(snapshot_ids=frozenset(kept))
-        except MergePipeError as error:
-            yield error
+
+    def find(name: str) -> Need:
+        known[name] = refs.snapshot_ids(name, known.get(name, {}))
+        return _named(list(known[name].values())[-newest if newest else 0 :])
+
+    return (partial(find, name) for name in refs.names())
 
 
-def _released(warehouse: Warehouse) -> Iterator[Need | MergePipeError]:
+def _named(snapshot_ids: Iterable[str]) -> Need:
+    return Need(snapshot_ids=frozenset(snapshot_ids))
+
+
+def _released(warehouse: Warehouse) -> Iterator[_Finder]:
     """What standing recipes have released last."""
-    for path in sorted(warehouse.releases.glob("*.released.json")):
-        try:
-            released = unseal(path.read_bytes(), str(path)).get("snapshot_id", "")
-            yield Need(snapshot_ids=frozenset([str(released)]))
-        except FileNotFoundError:
-            continue
-        except MergePipeError as error:
-            yield error
+
+    def find(path: Path) -> Need:
+        return _named([str(unseal(path.read_bytes(), str(path)).get("snapshot_id", ""))])
+
+    return (partial(find, path) for path in sorted(warehouse.releases.glob("*.released.json")))
 
 
-def _searched(warehouse: Warehouse) -> Iterator[Need | MergePipeError]:
+def _searched(warehouse: Warehouse) -> Iterator[_Finder]:
     """What lies on the front of each search; what another one dominates is never on it again."""
-    for name in searches(warehouse):
-        try:
-            best = front(warehouse, Ledger(warehouse, name).search()).best
-            yield Need(snapshot_ids=frozenset(t.snapshot_id for t in best if t.snapshot_id))
-        except MergePipeError as error:
-            yield error
+
+    def find(name: str) -> Need:
+        best = front(warehouse, Ledger(warehouse, name).search()).best
+        return _named(t.snapshot_id for t in best if t.snapshot_id)
+
+    return (partial(find, name) for name in searches(warehouse))
 
 
 def _registered(warehouse: Warehouse) -> Iterator[Need | MergePipeError]:
@@ -258,22 +280,16 @@ def _registered(warehouse: Warehouse) -> Iterator[Need | MergePipeError]:
     for *_, root in catalog.registrations():
         path = Path(root)
         if path.is_relative_to(warehouse.snapshots) and path != warehouse.snapshots:
-            yield Need(snapshot_ids=frozenset([path.relative_to(warehouse.snapshots).parts[0]]))
+            yield _named(path.relative_to(warehouse.snapshots).parts[:1])
 
 
-def _planned(warehouse: Warehouse) -> Iterator[Need | MergePipeError]:
+def _planned(warehouse: Warehouse) -> Iterator[_Finder]:
     """What the current plans of standing recipes need between their steps."""
-    for recipe in sorted(
-        {p.stem for p in warehouse.recipes.iterdir() if p.suffix in {".yml", ".yaml"}}
-    ):
-        path = warehouse.current_plan_path(recipe)
-        try:
-            state = unseal(path.read_bytes(), str(path))
-            of = recipe, state["plan_id"], state["plan_sha256"]
-            yield need_of(warehouse, load_working_plan(warehouse, *of))
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            yield CorruptionError("A file cannot be read", where=str(path), found=str(error))
-        except MergePipeError as error:
-            yield error
+
+    def find(recipe: str) -> Need:
+        working = working_plan(warehouse, recipe)
+        return need_of(warehouse, load_working_plan(warehouse, recipe, working))
+
+    files = (p for p in warehouse.recipes.iterdir() if p.suffix in {".yml", ".yaml"})
+    planned = (r for r in {p.stem for p in files} if warehouse.current_plan_path(r).exists())
+    return (partial(find, recipe) for recipe in sorted(planned))

@@ -19,7 +19,9 @@ from click.testing import CliRunner
 from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.cli.snapshots import gc as gc_command
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
+from mergepipe_pipeline.digest import seal
 from mergepipe_pipeline.engine.options import EngineOptions
+from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.execution import plan_leases as leases
 from mergepipe_pipeline.execution.plan_leases import lease, staging
 from mergepipe_pipeline.execution.planning import make_plan
@@ -359,6 +361,10 @@ def test_a_recipe_whose_plan_is_lost_does_not_stop_a_collection(home: Warehouse)
     assert recipe_files(home)
     with pytest.raises(Exception, match=r"current\.json"):
         list(merge_recipe(home, "r", ["embed"], EngineOptions()))
+    home.current_plan_path("r").write_bytes(seal({"plan_id": "p", "wanted": "", "inputs": {}}))
+    with pytest.raises(CorruptionError, match=r"plan_sha256.*materialize r/plan"):
+        list(merge_recipe(home, "r", ["embed"], EngineOptions()))
+    assert len(collect(home, older_than_s=0).notes) == 2
 
 
 def test_without_locks_age_decides_and_gc_says_so(
