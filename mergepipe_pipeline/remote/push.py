@@ -128,8 +128,8 @@ def push_parcel(
     elif parcel.folder:
         address = Address(address.scheme, f"{address.place}/{parcel.folder}")
     is_hub = address.scheme == HUB
-    place: _Place = _Repository(address, parcel, public) if is_hub else _Prefix(address, parcel)
     with failures_named(address.text):
+        place: _Place = _Repository(address, parcel, public) if is_hub else _Prefix(address, parcel)
         missing, removed = place.look(replace=replace, dry_run=dry_run)
         sent_nbytes = sum(f.nbytes for f in missing)
         pushed = PushResult(
