@@ -69,6 +69,11 @@ def percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f} %"
 
 
+def four_digits(value: float | None) -> str:
+    """A figure for people, to four digits, or `-` where there is none."""
+    return "-" if value is None else f"{value:.4g}"
+
+
 def json_text(data: Any) -> str:
     """JSON for machines: NaN and infinity are null, half characters are escaped, what JSON does not
     know is its text.

@@ -19,105 +19,71 @@ from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.storage.source import open_source
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Triple:
     """A tensor of two models, and the base's if there is one; all of one shape.
 
-    `part` None: known to be the same bytes as `full`. Sources index one list of checkpoints.
+    `before` None: known to be the same bytes as `after`. Sources index one list of checkpoints.
     """
 
-    part: TensorView | None
-    full: TensorView
-    base: TensorView | None
+    before: TensorView | None
+    after: TensorView
+    base: TensorView | None = None
 
-
-def squared_distances(
-    checkpoints: Sequence[Checkpoint],
-    triples: Sequence[Triple],
-    progress: Callable[[int], None] | None = None,
-) -> Iterator[tuple[float, float | None]]:
-    """‖part − full‖² and ‖full − base‖² (None without a base) of each triple, in float64.
-
-    Elements are widened to float32 first, as a merge does. Raises CheckpointChangedError.
-    """
-    with WindowReader(checkpoints) as reader:
-        for triple in triples:
-            yield _squares(reader, triple, progress)
-        reader.verify_unchanged()
-
-
-def _squares(
-    reader: WindowReader, triple: Triple, progress: Callable[[int], None] | None
-) -> tuple[float, float | None]:
-    if triple.part is None and triple.base is None:
-        return 0.0, None
-    views = (triple.full,) if triple.part is None else (triple.full, triple.part)
-    apart = moved = 0.0
-    for of_part, of_base, nbytes in reader.groups(
-        views, triple.base, triple.full.numel, _window, as_delta=False
-    ):
-        apart += of_part
-        moved += of_base
-        if progress:
-            progress(nbytes)
-    return apart, moved if triple.base else None
-
-
-def _window(w: GroupWindow) -> tuple[float, float, int]:
-    full = w.rows[0].double()
-    apart = (w.rows[1].double() - full).square_().sum().item() if len(w.rows) > 1 else 0.0
-    base = 0.0 if w.base is None else (full - w.base.double()).square_().sum().item()
-    return apart, base, w.nbytes
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a comparison reads."""
+        return sum(v.nbytes for v in (self.before, self.after, self.base) if v)
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
     """How one tensor of a model differs from another's.
 
-    `l2sq` is ‖after − before‖² and `before_l2sq` ‖before‖², of elements widened to float32;
-    `changed` counts elements of other bits. NaN where an element that changed is not finite.
+    `l2sq` is ‖after − before‖², `before_l2sq` ‖before‖² and `update_l2sq` ‖after − base‖², in
+    float64, of elements widened to float32; `changed` counts elements of other bits. NaN where an
+    element that changed is not finite.
     """
 
     l2sq: float
     before_l2sq: float
+    update_l2sq: float
     changed: int
     max_abs: float
 
 
 def changes(
-    before: Checkpoint,
-    after: Checkpoint,
-    pairs: Sequence[tuple[TensorView, TensorView]],
-    progress: Callable[[int], None] | None = None,
+    checkpoints: Sequence[Checkpoint], triples: Sequence[Triple], advance: Callable[[int], None]
 ) -> Iterator[Change]:
-    """The change of each pair of floating-point tensors, (of source 0, of source 1), of one shape.
-
-    Raises CheckpointChangedError.
-    """
-    with WindowReader((before, after)) as reader:
-        for pair in pairs:
-            l2sq = before_l2sq = max_abs = 0.0
-            changed = 0
-            for part, nbytes in reader.groups(pair, None, pair[0].numel, _change, as_delta=False):
-                l2sq += part.l2sq
-                before_l2sq += part.before_l2sq
-                changed += part.changed
-                max_abs = float(np.maximum(max_abs, part.max_abs))
-                if progress:
-                    progress(nbytes)
-            yield Change(l2sq, before_l2sq, changed, max_abs)
+    """Yield the change of each triple of floating-point tensors. Raises CheckpointChangedError."""
+    with WindowReader(checkpoints) as reader:
+        for t in triples:
+            sums, largest = np.zeros(4), 0.0
+            views = (t.after,) if t.before is None else (t.after, t.before)
+            windows = reader.groups(views, t.base, t.after.numel, _change, as_delta=False)
+            for of_window, max_abs, nbytes in windows if len(views) > 1 or t.base else ():
+                sums += of_window
+                largest = float(np.maximum(largest, max_abs))
+                advance(nbytes)
+            l2sq, before_l2sq, update_l2sq, changed = sums.tolist()
+            yield Change(l2sq, before_l2sq, update_l2sq, int(changed), largest)
         reader.verify_unchanged()
 
 
-def _change(w: GroupWindow) -> tuple[Change, int]:
+def _change(w: GroupWindow) -> tuple[tuple[float, ...], float, int]:
+    """The first four figures of a `Change`, the last one, and the bytes of a window."""
     import torch
 
-    before, after = w.rows
+    after = w.rows[0]  # [elements], float32, as are the others
+    update = 0.0 if w.base is None else (after.double() - w.base.double()).square_().sum().item()
+    if len(w.rows) == 1:
+        return (0.0, 0.0, update, 0), 0.0, w.nbytes
+    before = w.rows[1]
     differs = before.view(torch.int32) != after.view(torch.int32)
     apart = (after.double() - before.double()).where(differs, 0.0)
     largest = apart.abs().max().item() if apart.numel() else 0.0
     squares = apart.square_().sum().item(), before.double().square_().sum().item()
-    return Change(*squares, int(differs.sum().item()), largest), w.nbytes
+    return (*squares, update, int(differs.sum().item())), largest, w.nbytes
 
 
 def changed_elements(before: Checkpoint, after: Checkpoint, name: str) -> int:

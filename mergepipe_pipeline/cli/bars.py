@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
@@ -18,25 +18,15 @@ if TYPE_CHECKING:
 
 #: Seconds between two lines about one task.
 _PAUSE_S = 0.5
+#: Prints each of the texts that it is given.
+Warn = Callable[..., None]
 
 
-Warn = Callable[[Sequence[str]], None]
-
-
-class _Warning:
-    def __init__(self, warn: Warn) -> None:
-        self._warn = warn
-
-    def warn(self, *warnings: str) -> None:
-        """Print warnings to stderr."""
-        self._warn(warnings)
-
-
-class Bars(_Warning):
+class Bars:
     """Progress bars on stderr (rich)."""
 
     def __init__(self, warn: Warn, *, visible: bool) -> None:
-        super().__init__(warn)
+        self.warn = warn
         self._visible = visible
         self._bars: Progress | None = None
 
@@ -79,7 +69,7 @@ class Bars(_Warning):
         return lambda nbytes: bars.advance(bar, nbytes)
 
 
-class JsonLines(_Warning):
+class JsonLines:
     """One line of JSON for each step of progress: task, done, total and their unit.
 
     A task tells of its begin, of its end, also if it fails, and twice a second meanwhile.
@@ -88,7 +78,7 @@ class JsonLines(_Warning):
     def __init__(
         self, warn: Warn, out: TextIO, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        super().__init__(warn)
+        self.warn = warn
         self._out = out
         self._clock = clock
 

@@ -10,7 +10,7 @@ import click
 
 from mergepipe_pipeline.cli.common import Console, download_options, table, verb
 from mergepipe_pipeline.cli.packs import pack_lines
-from mergepipe_pipeline.text import listed, size
+from mergepipe_pipeline.text import four_digits, listed, size
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.catalog.views import View
@@ -30,7 +30,7 @@ def register(console: Console, path: str, name: str | None, base: str | None) ->
 
     r = run(console.warehouse, path, name, base)
     c = r.checkpoint
-    console.warn(c.ignored_warnings)
+    console.warn(*c.ignored_warnings)
     console.show(
         {
             "name": r.name,
@@ -90,7 +90,7 @@ def analyze(
             a.name,
             a.base or "-",
             "analysed" if a.fresh else "known",
-            "-" if a.norm is None else f"{a.norm:.4g}",
+            four_digits(a.norm),
             a.zero_blocks,
             a.blocks,
             a.content_sha256[:16],

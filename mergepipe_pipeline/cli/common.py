@@ -96,10 +96,10 @@ class Console:
             for line in lines:
                 click.echo(visible(line))
 
-    def warn(self, lines: Sequence[str]) -> None:
+    def warn(self, *warnings: str) -> None:
         """Print warnings to stderr."""
-        for line in lines:
-            click.echo(f"warning: {visible(line)}", err=True)
+        for warning in warnings:
+            click.echo(f"warning: {visible(warning)}", err=True)
 
     @contextmanager
     def logged_warnings(self) -> Iterator[None]:
@@ -118,7 +118,7 @@ class _Warner(logging.Handler):
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._console.warn([record.getMessage()])
+        self._console.warn(record.getMessage())
 
 
 def download_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -181,7 +181,7 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
         console = Console(*click.get_current_context().obj)
         _refuse_absurd_numbers(given)
         try:
-            console.warn(narrow_space())
+            console.warn(*narrow_space())
             with console.logged_warnings():
                 function(console, **given)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
@@ -275,10 +275,14 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
     return [line(headers), line(["-" * w for w in widths]), *(line(r) for r in cells)]
 
 
+def column_table(rows: Sequence[T], columns: Mapping[str, Callable[[T], Any]]) -> list[str]:
+    """Lines of a table of columns by their headers."""
+    return table(list(columns), [[cell(row) for cell in columns.values()] for row in rows])
+
+
 def cells(rows: Sequence[T], columns: Mapping[str, Callable[[T], Any]]) -> list[str]:
-    """Lines of a table after an empty one, of columns by their headers; nothing without rows."""
-    made = [[cell(row) for cell in columns.values()] for row in rows]
-    return ["", *table(list(columns), made)] if rows else []
+    """As `column_table`, after an empty line; nothing without rows."""
+    return ["", *column_table(rows, columns)] if rows else []
 
 
 def recipe_folder(path: str) -> Path:

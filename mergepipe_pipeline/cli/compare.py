@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mergepipe_pipeline.cli.common import Answer, Console, answer, cells
-from mergepipe_pipeline.text import percent
+from mergepipe_pipeline.cli.common import Answer, Console, answer, column_table
+from mergepipe_pipeline.text import four_digits, percent
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.verbs.compare import Comparison
@@ -37,13 +37,13 @@ def comparison_lines(comparison: Comparison) -> list[str]:
     """A table with a row per layer, and one for all."""
     return [
         "distance (L2) from the full merge, as written",
-        *cells(
+        *column_table(
             (*comparison.layers, comparison.whole),
             {
                 "layer": lambda x: x.layer,
-                "error": lambda x: f"{x.error:.4g}",
-                "update": lambda x: "-" if x.update is None else f"{x.update:.4g}",
+                "error": lambda x: four_digits(x.error),
+                "update": lambda x: four_digits(x.update),
                 "error of the update": lambda x: percent(x.relative),
             },
-        )[1:],
+        ),
     ]

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mergepipe_pipeline.cli.common import Answer, Console, answer, recipe_folder, table
-from mergepipe_pipeline.cli.merging import egress_lines, planning_options, reading
+from mergepipe_pipeline.cli.common import Answer, Console, answer, table
+from mergepipe_pipeline.cli.merging import egress_lines, of_recipe, planning_options
 from mergepipe_pipeline.text import size
 
 if TYPE_CHECKING:
@@ -41,19 +41,12 @@ def curve(console: Console, recipe: str, shares: tuple[float, ...], **planning: 
     before it save more than the average, bytes after it less.
     """
     from mergepipe_pipeline.planner.budget_curve import SHARES
-    from mergepipe_pipeline.resolution.recipe_text import load_recipe
     from mergepipe_pipeline.verbs.curve import curve as run
     from mergepipe_pipeline.verbs.curve import picture, records
 
-    recipe_curve = run(
-        console.warehouse,
-        load_recipe(recipe, console.warehouse, **reading(planning)),
-        relative_to=recipe_folder(recipe),
-        progress=console.progress,
-        shares=shares or SHARES,
-        **planning,
-    )
-    console.warn(recipe_curve.warnings)
+    given = {"progress": console.progress, "shares": shares or SHARES}
+    recipe_curve = of_recipe(console, recipe, planning, run, **given)
+    console.warn(*recipe_curve.warnings)
     rows = records(recipe_curve.curve)
     *points, chosen = rows
     return Answer(

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from mergepipe_pipeline.cli.common import Answer, Console, answer, table
-from mergepipe_pipeline.text import percent
+from mergepipe_pipeline.cli.common import Answer, Console, answer, column_table
+from mergepipe_pipeline.text import four_digits, percent
 
 if TYPE_CHECKING:
-    from mergepipe_pipeline.verbs.diff import Changed, Difference, LayerChange, TensorChange
+    from mergepipe_pipeline.verbs.diff import Change, Changed, Difference
 
-_COLUMNS = ("state", "tensors", "elements changed", "distance (L2)", "of before", "largest")
+_COLUMNS: dict[str, Callable[[Change], str]] = {
+    "state": lambda x: x.state,
+    "tensors": lambda x: f"{x.tensors_changed} of {x.tensors}" if x.tensor is None else "1",
+    "elements changed": lambda x: (
+        f"{x.changed_elems} ({percent(x.changed_elems / max(1, x.numel))})"
+    ),
+    "distance (L2)": lambda x: four_digits(x.l2),
+    "of before": lambda x: percent(x.relative),
+    "largest": lambda x: four_digits(x.max_abs),
+}
 
 
 @click.command()
@@ -31,28 +40,23 @@ def diff(console: Console, before: str, after: str, by: str) -> Answer:
     from mergepipe_pipeline.verbs.diff import diff as run
 
     difference = run(console.existing, before, after, console.progress)
-    tensors = [_record(t) for t in difference.tensors]
+    tensors = [t.record for t in difference.tensors]
     shown = {
         **asdict(difference),
         **{
             kind: [{**asdict(c), "state": c.state} for c in getattr(difference, kind)]
             for kind in ("inputs", "settings", "files")
         },
-        "layers": [_record(x) for x in difference.layers],
+        "layers": [x.record for x in difference.layers],
         "tensors": tensors,
-        "whole": _record(difference.whole),
+        "whole": difference.whole.record,
     }
     return Answer(shown, _lines(difference, by), tensors)
 
 
-def _record(row: LayerChange | TensorChange) -> dict[str, Any]:
-    return {**asdict(row), "relative": row.relative}
-
-
 def _lines(difference: Difference, by: str) -> list[str]:
-    rows: list[Any] = list(difference.layers)
-    if by == "tensor":
-        rows = [t for t in difference.tensors if t.state != "same"]
+    tensors = [t for t in difference.tensors if t.state != "same"]
+    rows = tensors if by == "tensor" else difference.layers
     same = sum(x.state == "same" for x in difference.layers)
     return [
         f"{difference.before[:16]} -> {difference.after[:16]}: {same} of "
@@ -62,9 +66,9 @@ def _lines(difference: Difference, by: str) -> list[str]:
         *_changed(difference.files, 16),
         *(f"  {line}" for line in difference.recipe),
         "",
-        *table(
-            (by, *_COLUMNS),
-            [_row(x) for x in (*rows, *[difference.whole] * bool(difference.tensors))],
+        *column_table(
+            [*rows, *[difference.whole] * bool(difference.tensors)],
+            {by: lambda x: x.tensor or x.layer, **_COLUMNS},
         ),
     ]
 
@@ -75,22 +79,3 @@ def _changed(rows: Sequence[Changed], width: int) -> list[str]:
         f"{(r.after or '-')[:width]}"
         for r in rows
     ]
-
-
-def _row(x: Any) -> tuple[str, ...]:
-    """A layer or a tensor as cells."""
-    is_layer = hasattr(x, "tensors")
-    share = x.changed_elems / x.numel if x.numel else 0.0
-    return (
-        x.layer if is_layer else x.tensor,
-        x.state,
-        f"{x.tensors_changed} of {x.tensors}" if is_layer else "1",
-        f"{x.changed_elems} ({percent(share)})",
-        _number(x.l2),
-        percent(x.relative),
-        _number(x.max_abs),
-    )
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"

@@ -18,7 +18,7 @@ from mergepipe_pipeline.cli.merging import (
     packed_lines,
     selected_lines,
 )
-from mergepipe_pipeline.text import percent, size
+from mergepipe_pipeline.text import four_digits, percent, size
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.domain.plan import MergePlan
@@ -82,7 +82,7 @@ def explain(console: Console, what: str, by: str) -> Answer:
     )
 
     explanation = explain(console.existing, what)
-    console.warn(explanation.warnings)
+    console.warn(*explanation.warnings)
     plan, snapshot = explanation.plan, explanation.snapshot
     shares = read_shares(plan, by) if plan else []
     levels = level_shares(plan) if plan else []
@@ -151,6 +151,4 @@ def _snapshot_lines(
 
 
 def _figure(name: str, value: float | None) -> str:
-    if value is None:
-        return "-"
-    return size(value) if "bytes" in name else f"{value:.4g}"
+    return size(value) if "bytes" in name and value is not None else four_digits(value)

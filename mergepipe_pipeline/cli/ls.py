@@ -2,38 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import click
 
-from mergepipe_pipeline.cli.common import Console, table, verb
+from mergepipe_pipeline.cli.common import Console, cells, column_table, verb
 from mergepipe_pipeline.cli.evaluation import metrics_text
 from mergepipe_pipeline.text import percent, size
 
-_CHECKPOINTS = (
-    "checkpoint",
-    "version",
-    "base",
-    "tags",
-    "tensors",
-    "size",
-    "analysed",
-    "pack",
-    "path",
-)
-_SNAPSHOTS = (
-    "snapshot",
-    "created",
-    "recipe",
-    "method",
-    "size",
-    "read of experts",
-    "inputs",
-    "metrics",
-    "gate",
-)
+_Row = Mapping[str, Any]
+#: What the tables show under their headers.
+_CHECKPOINTS: dict[str, Callable[[_Row], Any]] = {
+    "checkpoint": lambda c: c["name"],
+    "version": lambda c: c["version"],
+    "base": lambda c: c["base"] or "-",
+    "tags": lambda c: ", ".join(c["tags"]) or "-",
+    "tensors": lambda c: c["tensors"],
+    "size": lambda c: size(c["nbytes"]),
+    "analysed": lambda c: "yes" if c["analysed"] else "no",
+    "pack": lambda c: "-" if c["pack_nbytes"] is None else size(c["pack_nbytes"]),
+    "path": lambda c: f"{c['root']} (moved to {c['moved_to']})" if c["moved_to"] else c["root"],
+}
+_SNAPSHOTS: dict[str, Callable[[_Row], Any]] = {
+    "snapshot": lambda s: s["snapshot_id"][:16],
+    "created": lambda s: s["created"],
+    "recipe": lambda s: s["recipe"] or "-",
+    "method": lambda s: s["method"],
+    "size": lambda s: size(s["nbytes"]),
+    "read of experts": lambda s: _read_text(s["expert_bytes_planned"], s["expert_bytes_total"]),
+    "inputs": lambda s: _few(s["inputs"]),
+    "metrics": lambda s: "; ".join(metrics_text(e["metrics"]) for e in s["evaluations"]) or "-",
+    "gate": lambda s: "refused" if s["refused"] else "-",
+}
+_REFS: dict[str, Callable[[_Row], Any]] = {
+    "ref": lambda r: r["ref"],
+    "version": lambda r: r["version"],
+    "snapshot": lambda r: r["snapshot_id"][:16],
+    "reason": lambda r: r["reason"],
+}
+_QUARANTINED: dict[str, Callable[[_Row], Any]] = {
+    "quarantined": lambda q: q["name"],
+    "content": lambda q: q["content"][:16],
+    "kept out now": lambda q: "yes" if q["is_now"] else "no",
+    "since": lambda q: q["decided"],
+    "by": lambda q: q["by"] or "-",
+    "reason": lambda q: q["reason"],
+}
+_DAMAGED: dict[str, Callable[[_Row], Any]] = {
+    "damaged": lambda d: d["kind"],
+    "name": lambda d: d["name"],
+    "reason": lambda d: d["reason"],
+}
 #: Inputs that a line of the table has room for.
 _MOST_NAMES = 6
 
@@ -45,44 +66,15 @@ def ls(console: Console) -> None:
     from mergepipe_pipeline.verbs.ls import ls as run
 
     listing = run(console.existing)
-    refs = [(r["ref"], r["version"], r["snapshot_id"][:16], r["reason"]) for r in listing.refs]
     console.show(
         asdict(listing),
-        *table(_CHECKPOINTS, list(map(_checkpoint, listing.checkpoints))),
+        *column_table(listing.checkpoints, _CHECKPOINTS),
         "",
-        *table(_SNAPSHOTS, list(map(_snapshot, listing.snapshots))),
+        *column_table(listing.snapshots, _SNAPSHOTS),
         "",
-        *table(("ref", "version", "snapshot", "reason"), refs),
-        *_quarantined_lines(listing.quarantined),
-        *_damaged_lines(listing.damaged),
-    )
-
-
-def _checkpoint(c: Mapping[str, Any]) -> tuple[Any, ...]:
-    return (
-        c["name"],
-        c["version"],
-        c["base"] or "-",
-        ", ".join(c["tags"]) or "-",
-        c["tensors"],
-        size(c["nbytes"]),
-        "yes" if c["analysed"] else "no",
-        "-" if c["pack_nbytes"] is None else size(c["pack_nbytes"]),
-        f"{c['root']} (moved to {c['moved_to']})" if c["moved_to"] else c["root"],
-    )
-
-
-def _snapshot(s: Mapping[str, Any]) -> tuple[Any, ...]:
-    return (
-        s["snapshot_id"][:16],
-        s["created"],
-        s["recipe"] or "-",
-        s["method"],
-        size(s["nbytes"]),
-        _read_text(s["expert_bytes_planned"], s["expert_bytes_total"]),
-        _few(s["inputs"]),
-        "; ".join(metrics_text(e["metrics"]) for e in s["evaluations"]) or "-",
-        "refused" if s["refused"] else "-",
+        *column_table(listing.refs, _REFS),
+        *cells([{**q, **c} for q in listing.quarantined for c in q["contents"]], _QUARANTINED),
+        *cells(listing.damaged, _DAMAGED),
     )
 
 
@@ -98,24 +90,3 @@ def _few(names: Sequence[str]) -> str:
         return ", ".join(names)
     shown = names[: _MOST_NAMES - 2]
     return f"{', '.join(shown)} and {len(names) - len(shown) - 1} more, {names[-1]}"
-
-
-def _quarantined_lines(quarantined: Sequence[Mapping[str, Any]]) -> list[str]:
-    rows = [
-        (q["name"], c["content"][:16], "yes" if q["is_now"] else "no", *_decision(c))
-        for q in quarantined
-        for c in q["contents"]
-    ]
-    headers = ("quarantined", "content", "kept out now", "since", "by", "reason")
-    return ["", *table(headers, rows)] if rows else []
-
-
-def _decision(content: Mapping[str, Any]) -> tuple[str, str, str]:
-    return content["decided"], content["by"] or "-", content["reason"]
-
-
-def _damaged_lines(damaged: Sequence[Mapping[str, Any]]) -> list[str]:
-    if not damaged:
-        return []
-    rows = [(d["kind"], d["name"], d["reason"]) for d in damaged]
-    return ["", *table(("damaged", "name", "reason"), rows)]

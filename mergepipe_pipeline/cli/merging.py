@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import click
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mergepipe_pipeline.verbs.merge import Merged
     from mergepipe_pipeline.warehouse import Warehouse
 
-
+T = TypeVar("T")
 _COUNT = click.IntRange(min=1)
 _SIZE = re.compile(r"([0-9]+)\s*([kmgtb]?)(i?)b?", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "b": 3, "t": 4}
@@ -119,6 +119,17 @@ def planning_options(function: Callable[..., None]) -> Callable[..., None]:
     return reading_options(function)
 
 
+def of_recipe(
+    console: Console, recipe: str, planning: dict[str, Any], verb: Callable[..., T], **given: Any
+) -> T:
+    """Return what a verb makes of a recipe's file under the options of `planning_options`."""
+    from mergepipe_pipeline.resolution.recipe_text import load_recipe
+
+    parsed = load_recipe(recipe, console.warehouse, **reading(planning))
+    folder = recipe_folder(recipe)
+    return verb(console.warehouse, parsed, relative_to=folder, **given, **planning)
+
+
 @click.command(cls=RecipeCommand)
 @click.argument("recipe", type=click.Path())
 @planning_options
@@ -128,13 +139,10 @@ def check(console: Console, recipe: str, **planning: Any) -> None:
 
     Of experts that are analysed and not packed, what packs would take and save, from samples.
     """
-    from mergepipe_pipeline.resolution.recipe_text import load_recipe
     from mergepipe_pipeline.verbs.check import check as run
 
-    warehouse = console.warehouse
-    parsed = load_recipe(recipe, warehouse, **reading(planning))
-    checked = run(warehouse, parsed, relative_to=recipe_folder(recipe), **planning)
-    console.warn(checked.warnings)
+    checked = of_recipe(console, recipe, planning, run)
+    console.warn(*checked.warnings)
     stages = list(zip(checked.stages, checked.packed, strict=True))
     *before, last = (_stage_json(*stage) for stage in stages)
     estimates = [asdict(p) for p in checked.estimates]
@@ -197,12 +205,13 @@ def _stage_lines(resolved: ResolvedRecipe, packed: PackedCost | None) -> tuple[s
 def plan(console: Console, recipe: str, **planning: Any) -> None:
     """Decide what to read under the budget, and print the bound on what that costs."""
     from mergepipe_pipeline.execution.egress import egress_of_plan
+    from mergepipe_pipeline.execution.planning import make_plan
     from mergepipe_pipeline.verbs.explain import read_shares
 
-    made = _plan(console, recipe, planning)
+    made = of_recipe(console, recipe, planning, make_plan, progress=console.progress)
     egress = egress_of_plan(made)
     e = made.estimates
-    console.warn(made.warnings)
+    console.warn(*made.warnings)
     rows = [
         (s.expert, size(s.nbytes_total), size(s.nbytes_read), size(s.nbytes_known_zero))
         for s in read_shares(made, "expert")
@@ -277,19 +286,6 @@ def bound_text(made: MergePlan) -> str:
         share = f"{percent(times)} of" if times <= 1 else f"no promise: {times:.1f} times"
         relative = f" ({share} the update's predicted norm)"
     return f"{e.error_bound:.4g} in L2{relative}, {e.bound_note}"
-
-
-def _plan(console: Console, recipe: str, planning: dict[str, Any]) -> MergePlan:
-    from mergepipe_pipeline.execution.planning import make_plan
-    from mergepipe_pipeline.resolution.recipe_text import load_recipe
-
-    return make_plan(
-        console.warehouse,
-        load_recipe(recipe, console.warehouse, **reading(planning)),
-        relative_to=recipe_folder(recipe),
-        progress=console.progress,
-        **planning,
-    )
 
 
 @click.command(cls=RecipeCommand)

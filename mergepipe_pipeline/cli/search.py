@@ -45,7 +45,7 @@ def search(console: Console, file: str, dry_run: bool) -> None:
         click.echo(cost.summary, err=True)
     if cost.disk_nbytes > cost.free_nbytes:
         lack = f"the candidates may take {size(cost.disk_nbytes)}, {size(cost.free_nbytes)} are "
-        console.warn([f"{lack}free: `mergepipe gc` removes those that are not on the front"])
+        console.warn(f"{lack}free: `mergepipe gc` removes those that are not on the front")
     begun = verbs.begin_search(home, asked, console.progress)
     state = verbs.state_of(home, begun)
     if state.done and not console.as_json:
@@ -53,7 +53,7 @@ def search(console: Console, file: str, dry_run: bool) -> None:
     verbs.run_search(home, begun, progress=console.progress, tell=_teller(console, begun))
     refs = verbs.publish_front(home, begun, console.progress)
     results = verbs.front(home, begun)
-    console.warn(results.warnings)
+    console.warn(*results.warnings)
     shown = {**_json(results), "cost": asdict(cost), "refs": [asdict(r) for r in refs]}
     console.show(shown, *_lines(results))
 
@@ -66,7 +66,7 @@ def _teller(console: Console, search: Search) -> Any:
         if state.done == search.file.initial < state.evaluations:
             from mergepipe_pipeline.verbs.search import front
 
-            console.warn(front(console.warehouse, search).warnings)
+            console.warn(*front(console.warehouse, search).warnings)
 
     def show(result: Result, state: SearchState) -> None:
         if console.as_json:
@@ -91,7 +91,7 @@ def front(console: Console, name: str, picture: str | None) -> None:
     from mergepipe_pipeline.verbs import search as verbs
 
     results = verbs.front(console.warehouse, _search(console, name))
-    console.warn(results.warnings)
+    console.warn(*results.warnings)
     if picture is not None:
         write_file(picture, verbs.front_picture(results))
     console.show(_json(results), *_lines(results))

@@ -69,7 +69,7 @@ def _warn_of_kept_out(console: Console, snapshot_id: str) -> None:
     from mergepipe_pipeline.verbs.guard import kept_out_in
 
     snapshot = load_snapshot(console.existing.snapshots, snapshot_id)
-    console.warn([str(decision) for decision in kept_out_in(console.existing, snapshot)])
+    console.warn(*(str(decision) for decision in kept_out_in(console.existing, snapshot)))
 
 
 def _finite(ctx: click.Context, parameter: click.Parameter, seconds: float | None) -> float | None:
@@ -130,7 +130,7 @@ def gc(
             unpublished=unpublished,
             dry_run=dry_run,
         )
-    console.warn(done.notes)
+    console.warn(*done.notes)
     verb_done = "would remove" if dry_run else "removed"
     console.show(
         asdict(done),

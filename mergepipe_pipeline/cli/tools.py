@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mergepipe_pipeline.cli.common import Console, counted, table, verb
-from mergepipe_pipeline.text import size
+from mergepipe_pipeline.text import four_digits, size
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.tools.result import Made
@@ -80,7 +80,7 @@ def extract_lora(console: Console, dtype: str, **given: Any) -> None:
     done = run(console.place, **given, dtype=code, progress=console.progress)
     tensors = done.details["tensors"]
     rows = [
-        (t["tensor"], t["kept"], t["rank"] or "-", _short(t["norm"]), f"{t['error']:.4f}")
+        (t["tensor"], t["kept"], t["rank"] or "-", four_digits(t["norm"]), f"{t['error']:.4f}")
         for t in tensors
     ]
     _show(
@@ -88,7 +88,7 @@ def extract_lora(console: Console, dtype: str, **given: Any) -> None:
         done,
         *table(("tensor", "kept as", "rank", "|change|", "error"), rows),
         "",
-        f"error of all changes together: {_short(done.details['error'])} "
+        f"error of all changes together: {four_digits(done.details['error'])} "
         "(‖change − kept‖ / ‖change‖)",
         *_left_out(tensors),
     )
@@ -156,16 +156,12 @@ def transplant_tokenizer(console: Console, **given: Any) -> None:
 
     done = run(console.place, **given, progress=console.progress)
     rows = [
-        (place, *(_short(t[key]) for key in _TRANSPLANTED))
+        (place, *(four_digits(t[key]) for key in _TRANSPLANTED))
         for place in ("embed", "lm_head")
         if (t := done.details.get(place))
     ]
     headers = ("rows of", *(key.replace("_", " ") for key in _TRANSPLANTED))
     _show(console, done, f"{done.details['tokens']} tokens", *table(headers, rows))
-
-
-def _short(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
 
 
 def _left_out(tensors: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -49,7 +49,7 @@ def ui(console: Console, host: str, port: int) -> None:
             f"other machines may reach {host}, and Dagster's UI has no login: whoever reaches it "
             "starts and ends runs, and with these what recipes evaluate; put a login in front"
         )
-        console.warn([said])
+        console.warn(said)
     warehouse = console.warehouse
     home = os.environ.get("DAGSTER_HOME") or str(warehouse.dagster_home)
     workspace = prepare_instance(warehouse, Path(home))

@@ -81,7 +81,7 @@ def _verify_snapshot(console: Console, what: str, *, inputs: bool) -> None:
 def _show(
     console: Console, report: Report, snapshot: dict[str, Any] | None = None, *lines: str
 ) -> None:
-    console.warn(report.notes)
+    console.warn(*report.notes)
     resumed = f", {report.resumed_files} known from before" if report.resumed_files else ""
     verdict = "ok" if report.ok else counted(len(report.findings), "finding")
     summary = (
@@ -112,7 +112,7 @@ def repair(console: Console, dry_run: bool) -> None:
     from mergepipe_pipeline.verbs.repair import repair as run
 
     done = run(console.existing, dry_run=dry_run, progress=console.progress)
-    console.warn(done.not_made)
+    console.warn(*done.not_made)
     verb_done = "would take away" if dry_run else "took away"
     where = f", to {done.quarantine}" if done.quarantine else ""
     console.show(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from mergepipe_pipeline.catalog.pairs import Fact
@@ -16,7 +17,7 @@ from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.contents.offline import present_root
 from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.domain.layers import layer_count, layer_name, layer_order
-from mergepipe_pipeline.domain.plan import LayerTask, MergePlan, Source, TensorTask
+from mergepipe_pipeline.domain.plan import MergePlan, Source, TensorTask
 from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.domain.view import TensorView, moved, renumbered, sources_of, view_of
 from mergepipe_pipeline.dtypes import FLOATING
@@ -27,7 +28,7 @@ from mergepipe_pipeline.errors import (
 )
 from mergepipe_pipeline.execution.lookup import load_plan, snapshot_of
 from mergepipe_pipeline.progress import Progress, Silent
-from mergepipe_pipeline.snapshots.commit import verify_with_progress
+from mergepipe_pipeline.snapshots.commit import verify_shard
 from mergepipe_pipeline.snapshots.find import list_snapshots, load_snapshot
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -79,21 +80,19 @@ def compare(
     Both are given by id, unique prefix or ref. Raises NotFoundError if there is no full merge yet,
     IncompatibleCheckpointsError for snapshots with other tensors, CorruptionError.
     """
-    part = load_snapshot(warehouse.snapshots, snapshot_of(warehouse, what))
-    whole = _full_snapshot(warehouse, part) if full is None else _snapshot(warehouse, full)
+    part, *others = (
+        load_snapshot(warehouse.snapshots, snapshot_of(warehouse, text))
+        for text in (what, full)
+        if text is not None
+    )
+    whole = others[0] if others else _full_snapshot(warehouse, part)
     ids = part.manifest.plan_id, whole.manifest.plan_id
     known = warehouse.catalog.facts(ids[1], ids[0])
     facts = known.fact(FACT)
     if not facts:
-        for snapshot in (part, whole):
-            verify_with_progress(snapshot, progress)
-        facts = _measure(warehouse, part, whole, progress)
+        facts = _measure(warehouse, part, whole, progress or Silent())
         known.put_fact(FACT, facts)
     return _comparison(*ids, facts)
-
-
-def _snapshot(warehouse: Warehouse, what: str) -> Snapshot:
-    return load_snapshot(warehouse.snapshots, snapshot_of(warehouse, what))
 
 
 def _full_snapshot(warehouse: Warehouse, part: Snapshot) -> Snapshot:
@@ -110,32 +109,56 @@ def _full_snapshot(warehouse: Warehouse, part: Snapshot) -> Snapshot:
     )
 
 
-def _measure(
-    warehouse: Warehouse, part: Snapshot, full: Snapshot, progress: Progress | None
-) -> dict[str, Fact]:
-    from mergepipe_pipeline.analysis.distance import Triple, squared_distances
+@dataclass(frozen=True)
+class CheckedPair:
+    """The weights of two snapshots; `equal` are the tensors of files that both have alike."""
 
-    opened = [open_checkpoint(s.path, s.snapshot_id[:12]) for s in (part, full)]
+    before: Checkpoint
+    after: Checkpoint
+    equal: frozenset[str]
+
+
+def checked_pair(
+    before: Snapshot, after: Snapshot, progress: Progress, *, reads_equal: bool
+) -> CheckedPair:
+    """Open two snapshots once every byte that differs is checked, all of `after` if `reads_equal`.
+
+    Raises CorruptionError.
+    """
+    same = {s.sha256 for s in before.manifest.shards} & {s.sha256 for s in after.manifest.shards}
+    for snapshot in (before, after):
+        is_whole = reads_equal and snapshot is after
+        shards = [s for s in snapshot.manifest.shards if is_whole or s.sha256 not in same]
+        nbytes = sum(s.nbytes for s in shards)
+        with progress.task(f"verify {snapshot.snapshot_id[:12]}", nbytes) as advance:
+            for shard in shards:
+                verify_shard(Path(snapshot.path) / shard.file, shard, advance)
+    equal = (name for s in after.manifest.shards if s.sha256 in same for name, _ in s.tensors)
+    one, other = (open_checkpoint(s.path, s.snapshot_id[:12]) for s in (before, after))
+    return CheckedPair(one, other, frozenset(equal))
+
+
+def _measure(
+    warehouse: Warehouse, part: Snapshot, full: Snapshot, progress: Progress
+) -> dict[str, Fact]:
+    from mergepipe_pipeline.analysis.distance import Triple, changes
+
+    pair = checked_pair(part, full, progress, reads_equal=True)
     bases, views = _bases(warehouse, full)
-    same = {s.sha256 for s in part.manifest.shards} & {s.sha256 for s in full.manifest.shards}
-    equal = {t for s in full.manifest.shards if s.sha256 in same for t, _ in s.tensors}
-    names, triples = [], []
-    for name, one, other in _paired(*opened):
-        names.append(name)
+    triples = {}
+    for name, one, other in _paired(pair.before, pair.after):
         base = views.get(name)
-        triples.append(
-            Triple(
-                None if name in equal else view_of(one),
-                moved(view_of(other), 1),
-                moved(base, 2) if base and base.shape == other.shape else None,
-            )
+        triples[name] = Triple(
+            None if name in pair.equal else view_of(one),
+            moved(view_of(other), 1),
+            moved(base, 2) if base and base.shape == other.shape else None,
         )
-    nbytes = sum(v.nbytes for t in triples for v in (t.part, t.full, t.base) if v)
-    with (progress or Silent()).task(f"compare {part.snapshot_id[:12]}", nbytes) as advance:
-        distances = squared_distances([*opened, *bases], triples, advance)
+    nbytes = sum(t.nbytes for t in triples.values())
+    with progress.task(f"compare {part.snapshot_id[:12]}", nbytes) as advance:
+        found = changes([pair.before, pair.after, *bases], [*triples.values()], advance)
         return {
-            name: (error,) if update is None else (error, update)
-            for name, (error, update) in zip(names, distances, strict=True)
+            name: (change.l2sq, change.update_l2sq) if triples[name].base else (change.l2sq,)
+            for name, change in zip(triples, found, strict=True)
         }
 
 
@@ -201,16 +224,13 @@ def _unchanged(warehouse: Warehouse, source: Source) -> Checkpoint | None:
 
 def full_plan_id(plan: MergePlan) -> str:
     """The id of the plan that reads everything and is otherwise the same."""
-    return replace(plan, layers=tuple(map(_full_layer, plan.layers))).plan_id
 
+    def full(task: TensorTask) -> TensorTask:
+        whole = (replace(e, covered=((0, e.view.numel),), packed=None) for e in task.experts)
+        return replace(task, experts=tuple(whole))
 
-def _full_layer(layer: LayerTask) -> LayerTask:
-    return replace(layer, tasks=tuple(map(_full_task, layer.tasks)))
-
-
-def _full_task(task: TensorTask) -> TensorTask:
-    whole = (replace(e, covered=((0, e.view.numel),), packed=None) for e in task.experts)
-    return replace(task, experts=tuple(whole))
+    layers = (replace(layer, tasks=tuple(map(full, layer.tasks))) for layer in plan.layers)
+    return replace(plan, layers=tuple(layers)).plan_id
 
 
 def known_comparison(warehouse: Warehouse, plan: MergePlan) -> Comparison | None:

@@ -8,27 +8,22 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from difflib import unified_diff
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
-from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.domain.layers import layer_count, layer_name, layer_order
 from mergepipe_pipeline.domain.snapshot import Manifest, Snapshot
 from mergepipe_pipeline.domain.view import moved, view_of
 from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.execution.lookup import provenance_of, snapshot_named
 from mergepipe_pipeline.progress import Progress, Silent
-from mergepipe_pipeline.snapshots.commit import verify_shard
+from mergepipe_pipeline.verbs.compare import CheckedPair, checked_pair
 from mergepipe_pipeline.warehouse import Warehouse
 
 if TYPE_CHECKING:
-    from mergepipe_pipeline.analysis.distance import Change
+    from mergepipe_pipeline.analysis.distance import Change as TensorChange
 
-#: A tensor before and after.
-Pair = tuple[TensorEntry, TensorEntry]
 #: Figures of a plan that a user decides on.
 _ASKED = ("budget_bytes", "strategy", "block_elems")
 
@@ -52,47 +47,34 @@ class Changed:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorChange:
-    """How much one tensor of a changed layer differs.
+class Change:
+    """How much a tensor of a changed layer differs, or (`tensor` None) all of a layer's together.
 
-    `l2` is ‖after − before‖₂, `before_l2` ‖before‖₂, as written; both None, like `max_abs`, where
-    one side lacks the tensor or has another shape, where dtypes have no arithmetic, and where what
-    changed is not finite.
+    The layer "all" has those of all changed ones. `l2` is ‖after − before‖₂, `before_l2` ‖before‖₂,
+    as written; both None, like `max_abs`, where one side lacks a tensor or has another shape, where
+    dtypes have no arithmetic, and where what changed is not finite.
     """
 
-    tensor: str
+    tensor: str | None
     layer: str
-    state: str  # same, changed, added, removed, or reshaped
+    state: str  # same, changed, added, removed, or of a tensor reshaped
     numel: int
     changed_elems: int
     l2: float | None = None
     before_l2: float | None = None
     max_abs: float | None = None
+    tensors: int = 1
+    tensors_changed: int = 1
 
     @property
     def relative(self) -> float | None:
         """The change as a share of what was there; None where there is none."""
         return self.l2 / self.before_l2 if self.l2 is not None and self.before_l2 else None
 
-
-@dataclass(frozen=True, slots=True)
-class LayerChange:
-    """One layer, or "all" changed ones together; the figures are those of its tensors."""
-
-    layer: str
-    state: str  # same, changed, added, removed
-    tensors_changed: int
-    tensors: int
-    numel: int
-    changed_elems: int
-    l2: float | None
-    before_l2: float | None
-    max_abs: float | None
-
     @property
-    def relative(self) -> float | None:
-        """The change as a share of what was there; None where there is none."""
-        return self.l2 / self.before_l2 if self.l2 is not None and self.before_l2 else None
+    def record(self) -> dict[str, Any]:
+        """All figures as one flat record."""
+        return {**asdict(self), "relative": self.relative}
 
 
 @dataclass(frozen=True)
@@ -105,13 +87,13 @@ class Difference:
     settings: tuple[Changed, ...]
     recipe: tuple[str, ...]
     files: tuple[Changed, ...]
-    layers: tuple[LayerChange, ...]
-    tensors: tuple[TensorChange, ...]
+    layers: tuple[Change, ...]
+    tensors: tuple[Change, ...]
 
     @property
-    def whole(self) -> LayerChange:
+    def whole(self) -> Change:
         """All layers that are not the same, together."""
-        return _layer("all", "changed" if self.tensors else "same", self.tensors)
+        return _together("all", self.tensors, len(self.tensors))
 
 
 def diff(
@@ -133,7 +115,7 @@ def diff(
         _changed("setting", _settings(one.manifest, made[0]), _settings(other.manifest, made[1])),
         tuple(unified_diff(ours, theirs, before, after, lineterm="", n=1)),
         _changed("file", _files(one.manifest), _files(other.manifest)),
-        tuple(_layers(one.manifest, other.manifest, layers, tensors)),
+        tuple(_layers(layers, tensors)),
         tensors,
     )
 
@@ -168,99 +150,85 @@ def _files(manifest: Manifest) -> dict[str, str]:
     return {f.file: f.sha256 for f in manifest.side_files}
 
 
-def _layers(
-    one: Manifest,
-    other: Manifest,
-    layers: Mapping[str, str],
-    tensors: Sequence[TensorChange],
-) -> Iterator[LayerChange]:
-    ours, theirs = ({s.layer: s.sha256 for s in m.shards} for m in (one, other))
+def _layers(layers: Mapping[str, str], tensors: Sequence[Change]) -> Iterator[Change]:
     counts = Counter(layers.values())
-    is_cut_alike = counts.keys() == ours.keys() | theirs.keys()
     for name in sorted(counts, key=layer_order):
-        of = [t for t in tensors if t.layer == name]
-        if is_cut_alike:
-            is_same = ours.get(name) == theirs.get(name)
-        else:  # of shards of some size no digest tells
-            is_same = all(t.state == "same" for t in of)
-        if is_same:
-            yield LayerChange(name, "same", 0, counts[name], 0, 0, 0.0, None, 0.0)
-        else:
-            added, removed = is_cut_alike and name not in ours, is_cut_alike and name not in theirs
-            yield _layer(name, "added" if added else "removed" if removed else "changed", of)
+        yield _together(name, [t for t in tensors if t.layer == name], counts[name])
 
 
-def _layer(name: str, state: str, tensors: Sequence[TensorChange]) -> LayerChange:
-    measured = [t for t in tensors if t.max_abs is not None and t.l2 is not None]
-    known = len(measured) == len(tensors) and all(t.before_l2 is not None for t in measured)
-    return LayerChange(
-        name,
-        state,
-        sum(t.state != "same" for t in tensors),
-        len(tensors),
+def _together(layer: str, tensors: Sequence[Change], count: int) -> Change:
+    """The change of a layer of `count` tensors, of which these are not known to be the same."""
+    changed = [t for t in tensors if t.state != "same"]
+    states = {t.state for t in changed} if len(changed) == count else {"changed"}
+    state = states.pop() if states in ({"added"}, {"removed"}) else "changed"
+    l2 = [t.l2 for t in changed if t.l2 is not None]
+    before_l2 = [t.before_l2 for t in tensors if t.before_l2 is not None]
+    largest = [t.max_abs for t in changed if t.max_abs is not None]
+    return Change(
+        None,
+        layer,
+        state if changed else "same",
         sum(t.numel for t in tensors),
-        sum(t.changed_elems for t in tensors),
-        math.hypot(*(t.l2 or 0.0 for t in tensors)) if known else None,
-        math.hypot(*(t.before_l2 or 0.0 for t in tensors)) if known else None,
-        max((t.max_abs or 0.0 for t in tensors), default=0.0) if known else None,
+        sum(t.changed_elems for t in changed),
+        math.hypot(*l2) if len(l2) == len(changed) else None,
+        math.hypot(*before_l2) if len(before_l2) == len(tensors) else None,
+        max(largest, default=0.0) if len(largest) == len(changed) else None,
+        count,
+        len(changed),
     )
 
 
 def _tensors(
     one: Snapshot, other: Snapshot, layers: Mapping[str, str], progress: Progress
-) -> Iterator[TensorChange]:
+) -> Iterator[Change]:
     """The tensors of all shards that are not the same, in the order of layers."""
     from mergepipe_pipeline.analysis.distance import changed_elements
 
-    before, after = (open_checkpoint(s.path, s.snapshot_id[:12]) for s in (one, other))
-    same = {s.sha256 for s in one.manifest.shards} & {s.sha256 for s in other.manifest.shards}
-    for snapshot in (one, other):
-        shards = [s for s in snapshot.manifest.shards if s.sha256 not in same]
-        total = sum(s.nbytes for s in shards)
-        with progress.task(f"verify {snapshot.snapshot_id[:12]}", total) as advance:
-            for shard in shards:
-                verify_shard(Path(snapshot.path) / shard.file, shard, advance)
-    equal = {t for s in other.manifest.shards if s.sha256 in same for t, _ in s.tensors}
-    names = [n for n in dict.fromkeys((*before.by_name, *after.by_name)) if n not in equal]
+    pair = checked_pair(one, other, progress, reads_equal=False)
+    before, after = pair.before.by_name, pair.after.by_name
+    names = [n for n in dict.fromkeys((*before, *after)) if n not in pair.equal]
     names.sort(key=lambda n: layer_order(layers[n]))
-    pairs = {n: pair for n in names if (pair := _pair(before, after, n))}
-    measured = _measured(before, after, pairs, progress)
+    measured = _measured(pair, names, progress)
     for name in names:
-        ours, theirs = before.by_name.get(name), after.by_name.get(name)
+        ours, theirs = before.get(name), after.get(name)
         numel = max(e.numel for e in (ours, theirs) if e)
-        if name not in pairs:
-            state = "added" if ours is None else "removed" if theirs is None else "reshaped"
-            yield TensorChange(name, layers[name], state, numel, numel)
-        elif change := measured.get(name):
-            figures = (math.sqrt(change.l2sq), math.sqrt(change.before_l2sq), change.max_abs)
-            finite = [x if math.isfinite(x) else None for x in figures]
-            yield _tensor(name, layers[name], numel, change.changed, *finite)
+        if of_floats := measured.get(name):
+            squares = of_floats.l2sq, of_floats.before_l2sq
+            norms = *map(math.sqrt, squares), of_floats.max_abs
+            l2, before_l2, largest = (x if math.isfinite(x) else None for x in norms)
+            changed = of_floats.changed
+        elif ours and theirs and (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype):
+            l2 = before_l2 = largest = None
+            changed = changed_elements(pair.before, pair.after, name)
         else:
-            changed = changed_elements(before, after, name)
-            yield _tensor(name, layers[name], numel, changed)
+            state = "added" if ours is None else "removed" if theirs is None else "reshaped"
+            yield Change(name, layers[name], state, numel, numel)
+            continue
+        state = "changed" if changed else "same"
+        figures = l2, before_l2, largest, 1, int(changed > 0)
+        yield Change(name, layers[name], state, numel, changed, *figures)
 
 
 def _measured(
-    before: Checkpoint, after: Checkpoint, pairs: Mapping[str, Pair], progress: Progress
-) -> dict[str, Change]:
-    """The changes of those pairs that hold floating-point numbers, by name."""
-    from mergepipe_pipeline.analysis.distance import changes
+    pair: CheckedPair, names: Sequence[str], progress: Progress
+) -> dict[str, TensorChange]:
+    """The changes of those tensors that both have in one shape as floating-point numbers."""
+    from mergepipe_pipeline.analysis.distance import Triple, changes
 
-    views = {
-        name: (view_of(ours), moved(view_of(theirs), 1))
-        for name, (ours, theirs) in pairs.items()
-        if ours.dtype in FLOATING
-    }
-    nbytes = sum(v.nbytes for pair in views.values() for v in pair)
-    with progress.task(f"diff {before.name} {after.name}", nbytes) as advance:
-        measured = changes(before, after, list(views.values()), advance)
-        return dict(zip(views, measured, strict=True))
-
-
-def _tensor(
-    name: str, layer: str, numel: int, changed: int, *figures: float | None
-) -> TensorChange:
-    return TensorChange(name, layer, "changed" if changed else "same", numel, changed, *figures)
+    triples = {}
+    for name in names:
+        ours, theirs = pair.before.by_name.get(name), pair.after.by_name.get(name)
+        if (
+            ours
+            and theirs
+            and ours.shape == theirs.shape
+            and {ours.dtype, theirs.dtype} <= FLOATING
+        ):
+            triples[name] = Triple(view_of(ours), moved(view_of(theirs), 1))
+    nbytes = sum(t.nbytes for t in triples.values())
+    with progress.task(f"diff {pair.before.name} {pair.after.name}", nbytes) as advance:
+        found = changes([pair.before, pair.after], [*triples.values()], advance)
+        return dict(zip(triples, found, strict=True))
 
 
 def _tensor_layers(one: Manifest, other: Manifest) -> dict[str, str]:
@@ -277,12 +245,3 @@ def _tensor_layers(one: Manifest, other: Manifest) -> dict[str, str]:
 
 def _in_shards(manifest: Manifest) -> dict[str, str]:
     return {name: s.layer for s in manifest.shards for name, _ in s.tensors}
-
-
-def _pair(before: Checkpoint, after: Checkpoint, name: str) -> Pair | None:
-    """A tensor that both have in one shape, and of kinds that can be compared."""
-    ours, theirs = before.by_name.get(name), after.by_name.get(name)
-    if ours is None or theirs is None or ours.shape != theirs.shape:
-        return None
-    floats = {ours.dtype in FLOATING, theirs.dtype in FLOATING}
-    return (ours, theirs) if floats == {True} or ours.dtype == theirs.dtype else None

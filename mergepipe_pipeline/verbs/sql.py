@@ -6,13 +6,15 @@ Brings the rows that are in no Parquet file; how queries are answered is in `cat
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.catalog.queries import Limits, Rows
+from mergepipe_pipeline.catalog.views import VIEWS
 from mergepipe_pipeline.domain.selector import Selected, by_expert
 from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
@@ -53,69 +55,51 @@ def rows_of(warehouse: Warehouse) -> Rows:
     }
 
 
+def _row(view: str, *known: Mapping[str, Any], **given: Any) -> _Row:
+    """The values of a view's columns; the last that is known under a name."""
+    values = {key: value for source in (*known, given) for key, value in source.items()}
+    return tuple(map(values.get, VIEWS[view].columns))
+
+
 def _plans(warehouse: Warehouse) -> Iterator[_Row]:
-    for _, row in stored_plans(warehouse, _plan_row):
-        yield row
+    def row(plan_id: str, plan: Any) -> _Row:
+        recipe = plan["recipe_name"]
+        return _row("plans", plan, plan["estimates"], plan_id=plan_id, recipe=recipe)
 
-
-def _plan_row(plan_id: str, plan: Any) -> _Row:
-    e = plan["estimates"]
-    return (
-        plan_id,
-        plan["recipe_name"],
-        plan["method"],
-        e["strategy"],
-        plan["ref"],
-        e["budget_bytes"],
-        e["expert_bytes_total"],
-        e["expert_bytes_planned"],
-        e["blocks_total"],
-        e["blocks_bought"],
-        e["blocks_zero"],
-        e.get("reads"),
-        e.get("predicted_error"),
-        e["error_bound"],
-        e["update_norm"],
-    )
+    for _, of_plan in stored_plans(warehouse, row):
+        yield of_plan
 
 
 def _snapshots(warehouse: Warehouse) -> Iterator[_Row]:
     for snapshot, stored in _with_provenance(warehouse):
-        e, realised = stored["estimates"], stored["realised"] or {}
-        yield (
-            snapshot.snapshot_id,
-            stored["created"],
-            stored["recipe_name"],
-            stored["ref"],
-            snapshot.manifest.method,
-            snapshot.manifest.plan_id,
-            e["strategy"],
-            sum(shard.nbytes for shard in snapshot.manifest.shards),
-            e["budget_bytes"],
-            e["expert_bytes_total"],
-            e["expert_bytes_planned"],
-            realised.get("expert_bytes_read"),
-            e["error_bound"],
-            realised.get("layers_s"),
+        realised, manifest = stored.get("realised") or {}, snapshot.manifest
+        yield _row(
+            "snapshots",
+            stored,
+            realised,
+            stored.get("estimates") or {},
+            snapshot_id=snapshot.snapshot_id,
+            recipe=stored["recipe_name"],
+            method=manifest.method,
+            plan_id=manifest.plan_id,
+            nbytes=sum(shard.nbytes for shard in manifest.shards),
+            seconds=realised.get("layers_s"),
         )
 
 
 def _snapshot_inputs(warehouse: Warehouse) -> Iterator[_Row]:
     versions = _first_versions(warehouse.catalog)
     for snapshot, stored in _with_provenance(warehouse):
-        sources, selected = stored["sources"], stored.get("request", {}).get("selected", ())
+        selected = stored.get("request", {}).get("selected", ())
         selectors = by_expert(record_of(Selected, s) for s in selected)
-        for entry, source in zip(snapshot.manifest.inputs, sources, strict=True):
-            checkpoint_id = source["checkpoint_id"]
-            yield (
-                snapshot.snapshot_id,
-                entry.role,
-                entry.name,
-                versions.get((entry.name, checkpoint_id)),
-                checkpoint_id,
-                entry.content_sha256,
-                source["root"],
-                selectors.get(entry.name),
+        for entry, source in zip(snapshot.manifest.inputs, stored["sources"], strict=True):
+            yield _row(
+                "snapshot_inputs",
+                source,
+                asdict(entry),
+                snapshot_id=snapshot.snapshot_id,
+                version=versions.get((entry.name, source["checkpoint_id"])),
+                selector=selectors.get(entry.name),
             )
 
 

@@ -46,6 +46,7 @@ def test_every_figure_is_that_of_the_written_files(home: Warehouse, recipe_text:
     before, after = tensors(one.path), tensors(other.path)
     assert len(found.tensors) == len(before)
     for t in found.tensors:
+        assert t.tensor is not None
         a, b = before[t.tensor].double(), after[t.tensor].double()
         assert t.changed_elems == int((a != b).sum())
         assert t.l2 == pytest.approx((b - a).norm().item(), rel=1e-9)
