@@ -416,6 +416,25 @@ def requested(
     return replace(resolved.request, models=tuple(models_by_text.values()))
 
 
+def resolve_again(
+    warehouse: Warehouse,
+    parsed: ParsedRecipe,
+    pending: Mapping[str, Checkpoint],
+    request: Request,
+) -> ResolvedRecipe:
+    """As `resolve_stage`, as it was asked for when a plan was made."""
+    return resolve_stage(
+        warehouse,
+        parsed,
+        pending,
+        budget=request.budget,
+        strategy=request.strategy,
+        block_elems=request.block_elems,
+        no_packs=request.no_packs,
+        leave_out=request.left_out,
+    )
+
+
 def _texts(ref: ModelRef, count: int) -> Iterator[str]:
     """What names each checkpoint of a model, as `Places.pending` has it."""
     if count == 1:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import nan
 from typing import TYPE_CHECKING, Any, Unpack
 
-from mergepipe_pipeline.domain.plan import NOT_FINITE, MergePlan
-from mergepipe_pipeline.execution.problem import SolvedProblem, solve_plan, solve_recipe
+from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
+from mergepipe_pipeline.contents.offline import present_root
+from mergepipe_pipeline.domain.checkpoint import Checkpoint
+from mergepipe_pipeline.domain.plan import NOT_FINITE, MergePlan, Source
+from mergepipe_pipeline.domain.request import RequestedModel
+from mergepipe_pipeline.errors import NotFoundError
+from mergepipe_pipeline.execution.egress import egress_of_recipe
+from mergepipe_pipeline.execution.planning import resolve_after_stages
+from mergepipe_pipeline.facts.gather import PlanInputs, gather
 from mergepipe_pipeline.pictures import Panel, Series, panels_picture
 from mergepipe_pipeline.planner.budget_curve import SHARES, BudgetCurve, Point, budget_curve
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
-from mergepipe_pipeline.resolution.resolve import Planning
+from mergepipe_pipeline.resolution.recipe_text import parse_plan
+from mergepipe_pipeline.resolution.resolve import Planning, resolve_again
 from mergepipe_pipeline.text import byte_unit, size
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -50,30 +58,60 @@ def curve(
     progress: Progress | None = None,
     **planning: Unpack[Planning],
 ) -> RecipeCurve:
-    """The curve of a recipe. Raises what planning raises, and BudgetError without a base."""
-    return _recipe_curve(
-        solve_recipe(warehouse, parsed, progress=progress, for_parts=True, **planning), shares
-    )
+    """Draw the curve of a recipe; as for a plan, stages are merged and unknown experts analysed.
+
+    Raises what planning raises, and BudgetError without a base.
+    """
+    resolved, results = resolve_after_stages(warehouse, parsed, progress=progress, **planning)
+    inputs = gather(warehouse, resolved, progress, unnamed=results, for_parts=True)
+    return replace(_curve(inputs, shares), egress=egress_of_recipe(warehouse, resolved))
 
 
 def curve_of_plan(warehouse: Warehouse, plan: MergePlan) -> RecipeCurve | None:
-    """The curve on which a plan stands; its own point is what it covers.
+    """Draw the curve on which a plan stands, from the catalog; its checkpoints may be gone.
 
-    None where a tensor has no base, so that nothing can be left out.
+    None where a tensor has no base, so that nothing can be left out. Reads weights only if the
+    catalog lost what it knew. Raises what checking its recipe raises, and NotFoundError for a plan
+    that nobody could make any more.
     """
     e = plan.estimates
     if e.predicted_error is None and e.update_norm is None:
         return None
-    return _recipe_curve(solve_plan(warehouse, plan), SHARES)
+    rows = str(warehouse.token_rows)  # made again, for the tokenizer of the result
+    sources = {s.name: s for s in plan.sources if not s.root.startswith(rows)}
+    texts = sources | {m.text: m for m in plan.request.models}
+    known = {text: _checkpoint(warehouse, source) for text, source in texts.items()}
+    resolved = resolve_again(warehouse, parse_plan(plan), known, plan.request)
+    found = _curve(gather(warehouse, resolved, unnamed=known), SHARES)
+    own = found.curve.chosen
+    if (own.strategy, own.nbytes) != (e.strategy, e.expert_bytes_planned):
+        raise NotFoundError(
+            "What a plan was made from is gone, or known in another way",
+            where=f"plan {plan.plan_id[:16]}",
+            expected=f"{e.strategy}, {e.expert_bytes_planned} bytes, from packs "
+            f"{', '.join(p.pack_id[:16] for p in plan.packs) or '(none)'}",
+            found=f"{own.strategy}, {own.nbytes} bytes",
+            next_step="pack the experts again, or plan the recipe anew",
+        )
+    return found
 
 
-def _recipe_curve(solved: SolvedProblem, shares: Sequence[float]) -> RecipeCurve:
-    recipe = solved.recipe
-    curve = budget_curve(solved.problems, recipe.budget, solved.selection, shares)
+def _checkpoint(warehouse: Warehouse, source: Source | RequestedModel) -> Checkpoint:
+    root = present_root(warehouse, source.checkpoint_id, source.root)
+    recorded = warehouse.catalog.checkpoint(source.checkpoint_id, source.name, root)
+    return recorded or open_checkpoint(root, source.name)
+
+
+def _curve(inputs: PlanInputs, shares: Sequence[float]) -> RecipeCurve:
+    recipe, builder = inputs.recipe, inputs.builder()
+    selection = builder.selection()
+    problems = builder.problems(selection)
+    curve = budget_curve(problems, recipe.budget, selection, shares)
     asked = [f"{100 * s:g} %" for s in curve.left_out if s in shares and shares is not SHARES]
     pinned = f"the recipe pins more than {', '.join(asked)} of the bytes: no budget is that small"
     warnings = (*recipe.warnings, *([pinned] if asked else []))
-    return RecipeCurve(recipe.name, curve, solved.bound.note, solved.read, solved.egress, warnings)
+    bound = selection.problem.bound(selection.levels)
+    return RecipeCurve(recipe.name, curve, bound.note, inputs.read, warnings=warnings)
 
 
 def records(curve: BudgetCurve) -> list[dict[str, Any]]:

@@ -36,7 +36,7 @@ from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.recipe.selectors import Recorded
 from mergepipe_pipeline.resolution.open_models import packable
 from mergepipe_pipeline.resolution.recipe_text import as_asked, parse
-from mergepipe_pipeline.resolution.resolve import ResolvedRecipe, resolve_stage
+from mergepipe_pipeline.resolution.resolve import ResolvedRecipe, resolve_again
 from mergepipe_pipeline.storage.forms import record_of
 from mergepipe_pipeline.verbs.pack import repack
 from mergepipe_pipeline.warehouse import Warehouse
@@ -137,16 +137,7 @@ def _plan(
     """The plan of the last stage; those before it are merged now."""
 
     def plan_stage(stage: ParsedRecipe, results: Mapping[str, Checkpoint]) -> MergePlan:
-        resolved = resolve_stage(
-            anew,
-            stage,
-            {**inputs, **results},
-            budget=request.budget,
-            strategy=request.strategy,
-            block_elems=request.block_elems,
-            no_packs=request.no_packs,
-            leave_out=request.left_out,
-        )
+        resolved = resolve_again(anew, stage, {**inputs, **results}, request)
         _repack(anew, resolved, request.packs, progress)
         return plan_resolved(anew, resolved, progress, unnamed=results)
 
@@ -170,53 +161,38 @@ def _inputs(
     given: Mapping[str, str],
     progress: Progress | None,
 ) -> dict[str, Checkpoint]:
-    """The inputs by the text that the recipe names them by. Says all that are missing at once."""
+    """The inputs by the text that the recipe names them by, under the names that they had then.
+
+    Says all that are missing at once.
+    """
     inputs: dict[str, Checkpoint] = {}
-    missing: dict[str, CheckpointChangedError] = {}
+    missing: dict[str, str] = {}
     for model in request.models:
-        try:
-            inputs[model.text] = _input(warehouse, anew, model, given, progress)
-        except CheckpointChangedError as error:
-            missing[model.name] = error
-    if not missing:
-        return inputs
-    first, *others = missing.values()
-    if not others:
-        raise first
-    raise CheckpointChangedError(
-        f"{len(missing)} inputs are not to be had as they were merged",
-        where=", ".join(f"input {name}" for name in missing),
-        found="; ".join(f"{name}: expected {e.expected}, {e.found}" for name, e in missing.items()),
-        next_step="say where they are: " + " ".join(f"--input {name}=PATH" for name in missing),
-    )
-
-
-def _input(
-    warehouse: Warehouse,
-    anew: Warehouse,
-    wanted: RequestedModel,
-    given: Mapping[str, str],
-    progress: Progress | None,
-) -> Checkpoint:
-    """The checkpoint with the content that was merged, under the name that it had then."""
-    looked_at = []
-    for place in _places(warehouse, wanted, given):
-        try:
-            checkpoint = open_checkpoint(place, wanted.name)
-        except MergePipeError as error:
-            looked_at.append(f"{place}: {error.what}")
-            continue
-        content = digest_json(dict(ensure_digests(anew, checkpoint, progress)))
-        if content == wanted.content_sha256:
-            return checkpoint
-        looked_at.append(f"{place}: content {content[:16]}")
-    raise CheckpointChangedError(
-        "An input is not to be had as it was merged",
-        where=f"input {wanted.name}",
-        expected=f"content {wanted.content_sha256[:16]}",
-        found="; ".join(looked_at) or "no place to look at",
-        next_step=f"say where it is: --input {wanted.name}=PATH",
-    )
+        looked_at = []
+        for place in _places(warehouse, model, given):
+            try:
+                checkpoint = open_checkpoint(place, model.name)
+            except MergePipeError as error:
+                looked_at.append(f"{place}: {error.what}")
+                continue
+            content = digest_json(dict(ensure_digests(anew, checkpoint, progress)))
+            if content == model.content_sha256:
+                inputs[model.text] = checkpoint
+                break
+            looked_at.append(f"{place}: content {content[:16]}")
+        else:
+            found = "; ".join(looked_at) or "no place to look at"
+            missing[model.name] = f"expected content {model.content_sha256[:16]}, {found}"
+    if missing:
+        raise CheckpointChangedError(
+            "An input is not there as it was merged"
+            if len(missing) == 1
+            else f"{len(missing)} inputs are not there as they were merged",
+            where=", ".join(f"input {name}" for name in missing),
+            found="; ".join(f"{name}: {found}" for name, found in missing.items()),
+            next_step="say where: " + " ".join(f"--input {name}=PATH" for name in missing),
+        )
+    return inputs
 
 
 def _places(warehouse: Warehouse, wanted: RequestedModel, given: Mapping[str, str]) -> list[str]:
@@ -233,10 +209,9 @@ def _places(warehouse: Warehouse, wanted: RequestedModel, given: Mapping[str, st
 
 def _compare(anew: Warehouse, old: Snapshot, new: Snapshot, engine_version: str) -> None:
     """Raise CorruptionError for the first thing that the second merge gave otherwise."""
-    layers, again = ({s.layer for s in x.manifest.shards} for x in (old, new))
-    if layers == again:
-        before, after = (_facts(x.manifest) for x in (old, new))
-    else:  # a folder that was written in shards of another size
+    before, after = (_facts(x.manifest) for x in (old, new))
+    if {s.layer for s in old.manifest.shards} != {s.layer for s in new.manifest.shards}:
+        # A folder that was written in shards of another size: the tensors are the same.
         before, after = (_contents(anew, x) for x in (old, new))
     where = next((w for w in before | after if before.get(w) != after.get(w)), None)
     if where is None:

@@ -11,9 +11,9 @@ import pytest
 from mergepipe_pipeline.api import Catalog, Planner
 from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError, RecipeError
-from mergepipe_pipeline.execution.problem import solve_plan
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.verbs.check import check
+from mergepipe_pipeline.verbs.curve import curve_of_plan
 from mergepipe_pipeline.verbs.merge import merge
 from mergepipe_pipeline.verbs.quarantine import quarantine
 from mergepipe_pipeline.verbs.register import register
@@ -90,7 +90,9 @@ def test_a_merge_says_by_which_selector_each_expert_came_and_is_made_again_by_th
     assert replay(known, made.snapshot.snapshot_id).snapshot_id == made.snapshot.snapshot_id
     stored = MergePlan.to_json(made.plan)["request"]["selected"]
     assert stored[0]["taken"] == ("chat-0", "chat-1", "chat-2")
-    assert len(solve_plan(known, made.plan).recipe.tensors[0].inputs) == 4
+    of_plan = curve_of_plan(known, made.plan)
+    assert of_plan is not None
+    assert of_plan.curve.nbytes_total == made.plan.estimates.expert_bytes_total
     assert taken(known, path)[-1] == "chat-9"
 
 
