@@ -83,7 +83,7 @@ def test_a_damaged_pack_that_stands_for_its_expert_is_left_for_a_person(tmp_path
     root = warehouse.packs.path(made.pack_id)
     flip(frames_path(root, "L1"))
     flip(next(warehouse.offline_dir.rglob("*.leftover")))
-    pack_left, kept = repair(warehouse).left  # by path
+    kept, pack_left = repair(warehouse).left  # by path
     assert "for e0.safetensors of e0" in kept.where
     assert pack_left.file == str(root)
     assert (
