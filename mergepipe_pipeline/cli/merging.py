@@ -25,8 +25,8 @@ from mergepipe_pipeline.text import percent, size
 if TYPE_CHECKING:
     from mergepipe_pipeline.domain.plan import MergePlan
     from mergepipe_pipeline.domain.selector import Selected
+    from mergepipe_pipeline.execution.packs import PackedCost
     from mergepipe_pipeline.execution.run import MergeOutcome
-    from mergepipe_pipeline.facts.packs import PackedCost
     from mergepipe_pipeline.remote.egress import Egress
     from mergepipe_pipeline.resolution.resolve import ResolvedRecipe
     from mergepipe_pipeline.snapshots.export import Shards

@@ -13,7 +13,7 @@ from mergepipe_pipeline.cli.common import Console, counted, table, verb
 from mergepipe_pipeline.text import percent, size
 
 if TYPE_CHECKING:
-    from mergepipe_pipeline.facts.packing import PackEstimate
+    from mergepipe_pipeline.execution.packing import PackEstimate
     from mergepipe_pipeline.verbs.pack import Packed
 
 _ALL = "L0,L1,L2,L3,X20,X"

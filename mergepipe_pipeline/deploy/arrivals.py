@@ -22,12 +22,12 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from mergepipe_pipeline.catalog.catalog import Catalog
-from mergepipe_pipeline.contents.offline import offline_at
 from mergepipe_pipeline.deploy.faults import SILENT, Fault, fault_of_exception
 from mergepipe_pipeline.deploy.retry import MOST_ATTEMPTS, left_s, pause_s
 from mergepipe_pipeline.deploy.stamps import Stamp, stamps_of, token_of
 from mergepipe_pipeline.digest import seal, unseal
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
+from mergepipe_pipeline.facts.offline import offline_at
 from mergepipe_pipeline.resolution.locate import expected_place
 from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.storage.locks import locked

@@ -19,7 +19,6 @@ from functools import lru_cache
 from pathlib import Path
 
 from mergepipe_pipeline.checkpoints.open_checkpoint import is_complete
-from mergepipe_pipeline.contents.quarantine import quarantine_of, quarantined_names
 from mergepipe_pipeline.deploy.arrivals import (
     MAX_FAILURES,
     Arrival,
@@ -33,6 +32,7 @@ from mergepipe_pipeline.deploy.recipe_files import RecipeFile, names_read
 from mergepipe_pipeline.deploy.stamps import Stamp, half_replaced, token_of, weights
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.facts.quarantine import quarantine_of, quarantined_names
 from mergepipe_pipeline.recipe.selectors import would_take
 from mergepipe_pipeline.storage.chain import NAME, NAME_FORM
 from mergepipe_pipeline.storage.regular import text_of, unwritten

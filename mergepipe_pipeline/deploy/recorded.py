@@ -12,14 +12,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Catalog
-from mergepipe_pipeline.contents.offline import offline_at, open_root
-from mergepipe_pipeline.contents.quarantine import quarantine_of
 from mergepipe_pipeline.deploy.arrivals import arrival, found_at, mark_changed, place_of
 from mergepipe_pipeline.deploy.inbox import reason_not_indexed
 from mergepipe_pipeline.deploy.stamps import stamps_of
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.errors import CheckpointError, InputChangedError, MergePipeError
+from mergepipe_pipeline.facts.offline import offline_at, open_root
+from mergepipe_pipeline.facts.quarantine import quarantine_of
 from mergepipe_pipeline.remote.address import is_address
 from mergepipe_pipeline.resolution.locate import expected_place
 from mergepipe_pipeline.storage.roots import why_unmounted

@@ -19,8 +19,6 @@ import yaml
 
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
-from mergepipe_pipeline.contents.offline import present_root
-from mergepipe_pipeline.contents.side_file_digests import refuse_changed_file
 from mergepipe_pipeline.digest import new_hash, sha256_hex, unseal
 from mergepipe_pipeline.domain.outcome import Realised, StoredObject, Times
 from mergepipe_pipeline.domain.plan import LayerTask, MergePlan, Source
@@ -36,6 +34,8 @@ from mergepipe_pipeline.domain.snapshot import (
 )
 from mergepipe_pipeline.errors import DamagedLayerError, MergePipeError, NotFoundError
 from mergepipe_pipeline.execution.plan_leases import staging as staging_of
+from mergepipe_pipeline.facts.offline import present_root
+from mergepipe_pipeline.facts.side_file_digests import refuse_changed_file
 from mergepipe_pipeline.remote.address import HUB, hub_name, parse_address
 from mergepipe_pipeline.snapshots.commit import (
     Checked,

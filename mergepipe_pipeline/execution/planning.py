@@ -14,16 +14,16 @@ from dataclasses import replace
 from typing import Unpack
 
 from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
-from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.domain.recipe import Budget
 from mergepipe_pipeline.domain.request import RequestedModel
 from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.execution.gather import gather
 from mergepipe_pipeline.execution.lookup import store_plan
 from mergepipe_pipeline.execution.plan_leases import lease_until_exit
 from mergepipe_pipeline.execution.run import run_plan
-from mergepipe_pipeline.facts.gather import gather
+from mergepipe_pipeline.facts.tensor_digests import ensure_digests
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.resolve import (

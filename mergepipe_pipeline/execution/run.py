@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from mergepipe_pipeline.concurrency.threads import release_freed
 from mergepipe_pipeline.concurrency.workers import TaskQueue, Workers
-from mergepipe_pipeline.contents.damaged_packs import experts_of, set_aside
-from mergepipe_pipeline.contents.input_segments import plan_inputs
 from mergepipe_pipeline.domain.outcome import LayerOutcome, Realised, RunStart, StoredObject, Times
 from mergepipe_pipeline.domain.plan import LayerTask, MergePlan
 from mergepipe_pipeline.domain.snapshot import Snapshot
@@ -34,6 +32,8 @@ from mergepipe_pipeline.execution.assemble import commit
 from mergepipe_pipeline.execution.egress import downloads_shown, traffic, traffic_since
 from mergepipe_pipeline.execution.plan_leases import lease, refuse_full_disk
 from mergepipe_pipeline.execution.plan_leases import staging as staging_of
+from mergepipe_pipeline.facts.damaged_packs import experts_of, set_aside
+from mergepipe_pipeline.facts.input_segments import plan_inputs
 from mergepipe_pipeline.progress import Advance, Progress, Silent
 from mergepipe_pipeline.snapshots.commit import Checked
 from mergepipe_pipeline.snapshots.mirror import Mirror

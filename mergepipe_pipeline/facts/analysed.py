@@ -14,7 +14,6 @@ from typing import Any
 
 from mergepipe_pipeline.catalog.pairs import Fact, Pair
 from mergepipe_pipeline.catalog.stats_tables import Histogram
-from mergepipe_pipeline.contents.input_segments import checkpoint_inputs
 from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.domain.operator import Fact as Kind
@@ -22,6 +21,7 @@ from mergepipe_pipeline.domain.plan import ENGINE_VERSION, ExpertInput, TensorTa
 from mergepipe_pipeline.domain.recipe import Params
 from mergepipe_pipeline.domain.stats import ExpertStats, Magnitudes, TensorStats
 from mergepipe_pipeline.dtypes import FLOATING
+from mergepipe_pipeline.facts.input_segments import checkpoint_inputs
 from mergepipe_pipeline.facts.passes import complete
 from mergepipe_pipeline.operators.steps.sparsify import band_counts, trim_count
 from mergepipe_pipeline.planner.kept_sq_norm import Kept, kept_sq_norm

@@ -12,7 +12,6 @@ from math import isfinite
 from typing import TYPE_CHECKING
 
 from mergepipe_pipeline.catalog.pairs import Fact
-from mergepipe_pipeline.contents.input_segments import checkpoint_inputs
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.model import Model
@@ -20,6 +19,7 @@ from mergepipe_pipeline.domain.plan import ExpertInput, TensorTask
 from mergepipe_pipeline.domain.recipe import Params, Recipe, TensorRecipe
 from mergepipe_pipeline.domain.view import TensorView, moved
 from mergepipe_pipeline.errors import OperatorError
+from mergepipe_pipeline.facts.input_segments import checkpoint_inputs
 from mergepipe_pipeline.operators import OPERATORS, Operator
 from mergepipe_pipeline.operators.steps.tensor_measures import Largest, Measure
 from mergepipe_pipeline.progress import Progress, Silent

@@ -17,12 +17,12 @@ from mergepipe_pipeline.catalog.pairs import Content, Origin, Pair
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.threads import release_freed
 from mergepipe_pipeline.concurrency.workers import TaskQueue, Workers
-from mergepipe_pipeline.contents.input_segments import pass_inputs
-from mergepipe_pipeline.contents.tensor_digests import ensure_digests, refuse_changed, verify_place
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.model import Model, view_digest
 from mergepipe_pipeline.domain.segments import Segments
 from mergepipe_pipeline.domain.stats import TensorStats
+from mergepipe_pipeline.facts.input_segments import pass_inputs
+from mergepipe_pipeline.facts.tensor_digests import ensure_digests, refuse_changed, verify_place
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.facts.analysed import AnalysedExpert

@@ -11,9 +11,6 @@ from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
-from mergepipe_pipeline.contents.offline import present_root
-from mergepipe_pipeline.contents.side_file_digests import missing_files, refuse_changed_file
-from mergepipe_pipeline.contents.tensor_digests import wrong_elements
 from mergepipe_pipeline.domain.checkpoint import PACKED, Checkpoint
 from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.errors import (
@@ -22,6 +19,9 @@ from mergepipe_pipeline.errors import (
     MergePipeError,
 )
 from mergepipe_pipeline.execution.lookup import provenance_of
+from mergepipe_pipeline.facts.offline import present_root
+from mergepipe_pipeline.facts.side_file_digests import missing_files, refuse_changed_file
+from mergepipe_pipeline.facts.tensor_digests import wrong_elements
 from mergepipe_pipeline.integrity.auditor import Auditor
 from mergepipe_pipeline.progress import Advance, Progress
 from mergepipe_pipeline.storage.side_files import SideStamp, side_sha256, side_stamps

@@ -14,9 +14,9 @@ from typing import TypeVar
 
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
-from mergepipe_pipeline.contents.damaged_packs import irreplaceable_packs
 from mergepipe_pipeline.domain.pack import PackedTensor, Tier
 from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.facts.damaged_packs import irreplaceable_packs
 from mergepipe_pipeline.integrity.auditor import Auditor
 from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.index import SUMMED_ELEMS, frames_path

@@ -17,7 +17,6 @@ from typing import Any
 
 from mergepipe_pipeline.catalog import formats
 from mergepipe_pipeline.catalog.seals import verify_sealed
-from mergepipe_pipeline.contents.places import read_place
 from mergepipe_pipeline.digest import unseal
 from mergepipe_pipeline.domain.outcome import StoredObject
 from mergepipe_pipeline.domain.plan import ENGINE_VERSION
@@ -29,6 +28,7 @@ from mergepipe_pipeline.execution.lookup import (
     refuse_other_plan,
     working_plans,
 )
+from mergepipe_pipeline.facts.places import read_place
 from mergepipe_pipeline.integrity.auditor import UNREADABLE, Auditor
 from mergepipe_pipeline.quality.measure import read as read_evaluation
 from mergepipe_pipeline.quality.measure import records

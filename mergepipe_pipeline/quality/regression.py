@@ -15,8 +15,6 @@ from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Registration
 from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
-from mergepipe_pipeline.contents.offline import open_offline, open_root, present_root
-from mergepipe_pipeline.contents.tensor_digests import content_of
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.layers import layer_order
 from mergepipe_pipeline.domain.plan import MergePlan
@@ -25,6 +23,8 @@ from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.errors import CheckpointChangedError, MergePipeError, NotFoundError
 from mergepipe_pipeline.execution.lookup import load_plan, provenance_of, request_of
 from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.facts.offline import open_offline, open_root, present_root
+from mergepipe_pipeline.facts.tensor_digests import content_of
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.recipe.yaml_text import read_documents

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Catalog, Registration
 from mergepipe_pipeline.checkpoints.open_checkpoint import is_complete, open_checkpoint
-from mergepipe_pipeline.contents.offline import open_root
 from mergepipe_pipeline.digest import sha256_hex
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.recipe import ModelRef
@@ -26,6 +25,7 @@ from mergepipe_pipeline.errors import (
     IncompleteCheckpointError,
     RemoteError,
 )
+from mergepipe_pipeline.facts.offline import open_root
 from mergepipe_pipeline.recipe.problems import suggest
 from mergepipe_pipeline.recipe.references import ONE_BY_ONE, UnreadableReference, parse_reference
 from mergepipe_pipeline.remote.address import (

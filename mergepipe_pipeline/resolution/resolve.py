@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import TypedDict, Unpack
 
-from mergepipe_pipeline.contents.quarantine import quarantine_of
-from mergepipe_pipeline.contents.side_file_digests import refuse_changed_files
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
@@ -24,6 +22,8 @@ from mergepipe_pipeline.domain.recipe import ModelRef, Recipe
 from mergepipe_pipeline.domain.request import AS_WRITTEN, Request, RequestedModel
 from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.errors import CheckpointError, MergePipeError, RecipeError
+from mergepipe_pipeline.facts.quarantine import quarantine_of
+from mergepipe_pipeline.facts.side_file_digests import refuse_changed_files
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.planner.parts import is_merged, out_dtype, stored_like
 from mergepipe_pipeline.planner.plan_builder import Side

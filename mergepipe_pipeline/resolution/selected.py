@@ -14,10 +14,10 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 
-from mergepipe_pipeline.contents.quarantine import quarantine_of
 from mergepipe_pipeline.domain.selector import Selected, Selector
 from mergepipe_pipeline.domain.snapshot import MANIFEST
 from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.facts.quarantine import quarantine_of
 from mergepipe_pipeline.recipe.problems import shown, suggest
 from mergepipe_pipeline.recipe.references import UnreadableReference, parse_reference
 from mergepipe_pipeline.recipe.selectors import NothingSelectedError, excluded, fits

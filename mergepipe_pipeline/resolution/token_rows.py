@@ -24,7 +24,6 @@ from mergepipe_pipeline.checkpoints.header import build_header, tensor_order
 from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.checkpoints.reader import BlockReader
 from mergepipe_pipeline.checkpoints.stored import Verifier, as_float32, read_stored, torch_dtype
-from mergepipe_pipeline.contents.input_segments import checkpoint_inputs
 from mergepipe_pipeline.digest import digest_json, sha256_hex
 from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.domain.layers import beside_rows, vocabulary_axis
@@ -34,6 +33,7 @@ from mergepipe_pipeline.domain.segments import COARSE_ELEMS
 from mergepipe_pipeline.domain.view import Part, RowValues, Run, TensorView, view_of
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError
+from mergepipe_pipeline.facts.input_segments import checkpoint_inputs
 from mergepipe_pipeline.resolution.model_files import tokenizer_of
 from mergepipe_pipeline.resolution.vocabulary import embedding_rows, refuse_left_tables
 from mergepipe_pipeline.storage.source import open_source

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mergepipe_pipeline.contents.tensor_digests import content_of, ensure_digests
 from mergepipe_pipeline.domain.layers import layer_count, layer_name
 from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.dtypes import FLOATING, itemsize
@@ -18,6 +17,7 @@ from mergepipe_pipeline.errors import (
     SearchError,
 )
 from mergepipe_pipeline.execution.throughput import expected_s, nbytes_of_recipe
+from mergepipe_pipeline.facts.tensor_digests import content_of, ensure_digests
 from mergepipe_pipeline.planner.parts import out_dtype, stored_like
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.quality.evaluators import command_of, evaluator_id

@@ -18,9 +18,6 @@ import numpy as np
 from mergepipe_pipeline.arrays import F32Array
 from mergepipe_pipeline.checkpoints.reader import BlockReader
 from mergepipe_pipeline.checkpoints.stored import Verifier, as_float32, torch_dtype
-from mergepipe_pipeline.contents.input_segments import Inputs, checkpoint_inputs
-from mergepipe_pipeline.contents.side_file_digests import refuse_changed_files
-from mergepipe_pipeline.contents.tensor_digests import content_of
 from mergepipe_pipeline.digest import sha256_hex
 from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.domain.model_config import QUANTISATION_KEYS, config_places
@@ -28,6 +25,9 @@ from mergepipe_pipeline.domain.plan import Source
 from mergepipe_pipeline.domain.snapshot import LineageEntry
 from mergepipe_pipeline.domain.view import view_of
 from mergepipe_pipeline.errors import CheckpointError
+from mergepipe_pipeline.facts.input_segments import Inputs, checkpoint_inputs
+from mergepipe_pipeline.facts.side_file_digests import refuse_changed_files
+from mergepipe_pipeline.facts.tensor_digests import content_of
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.resolution.alignment import aliases
 from mergepipe_pipeline.resolution.locate import Places

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mergepipe_pipeline.catalog.catalog import Registration
-from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.model import grid_for
 from mergepipe_pipeline.facts.analysed import AnalysedExpert, common_pairs
 from mergepipe_pipeline.facts.passes import complete
+from mergepipe_pipeline.facts.tensor_digests import ensure_digests
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.resolution.locate import locate_registered, names_here
 from mergepipe_pipeline.resolution.open_models import open_pair

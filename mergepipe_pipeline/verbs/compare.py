@@ -14,7 +14,6 @@ from typing import Any
 
 from mergepipe_pipeline.catalog.pairs import Fact
 from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
-from mergepipe_pipeline.contents.offline import present_root
 from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.domain.layers import layer_count, layer_name, layer_order
 from mergepipe_pipeline.domain.plan import MergePlan, Source, TensorTask
@@ -27,6 +26,7 @@ from mergepipe_pipeline.errors import (
     NotFoundError,
 )
 from mergepipe_pipeline.execution.lookup import load_plan, snapshot_of
+from mergepipe_pipeline.facts.offline import present_root
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.snapshots.commit import verify_shard
 from mergepipe_pipeline.snapshots.find import list_snapshots, load_snapshot

@@ -8,14 +8,14 @@ from math import nan
 from typing import TYPE_CHECKING, Any, Unpack
 
 from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
-from mergepipe_pipeline.contents.offline import present_root
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.plan import NOT_FINITE, MergePlan, Source
 from mergepipe_pipeline.domain.request import RequestedModel
 from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.execution.egress import egress_of_recipe
+from mergepipe_pipeline.execution.gather import PlanInputs, gather
 from mergepipe_pipeline.execution.planning import resolve_after_stages
-from mergepipe_pipeline.facts.gather import PlanInputs, gather
+from mergepipe_pipeline.facts.offline import present_root
 from mergepipe_pipeline.pictures import Panel, Series, panels_picture
 from mergepipe_pipeline.planner.budget_curve import SHARES, BudgetCurve, Point, budget_curve
 from mergepipe_pipeline.progress import Progress

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mergepipe_pipeline.contents.damaged_packs import refuse_damaged
 from mergepipe_pipeline.deploy.arrivals import arrival
 from mergepipe_pipeline.deploy.inbox import problem_now, reason_to_wait_for_joining
 from mergepipe_pipeline.deploy.layer_records import LayerRecords
@@ -58,6 +57,7 @@ from mergepipe_pipeline.execution.plan_leases import lease, lease_layers, lease_
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import made_anew
 from mergepipe_pipeline.execution.throughput import UNKNOWN, expected_s, nbytes_of_plan
+from mergepipe_pipeline.facts.damaged_packs import refuse_damaged
 from mergepipe_pipeline.integrity.weights import audit_snapshot, refuse_unfit
 from mergepipe_pipeline.quality.evaluators import evaluator_id
 from mergepipe_pipeline.quality.measure import evaluate

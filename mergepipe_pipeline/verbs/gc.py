@@ -18,11 +18,11 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from mergepipe_pipeline.contents.damaged_packs import irreplaceable_packs
 from mergepipe_pipeline.digest import unseal
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.execution.lookup import load_working_plan, working_plan
 from mergepipe_pipeline.execution.plan_leases import need_of
+from mergepipe_pipeline.facts.damaged_packs import irreplaceable_packs
 from mergepipe_pipeline.search.front import front
 from mergepipe_pipeline.search.ledger import Ledger, searches
 from mergepipe_pipeline.snapshots.collection import GcReport, Roots

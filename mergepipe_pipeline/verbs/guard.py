@@ -6,11 +6,11 @@ counts there, whoever publishes.
 
 from __future__ import annotations
 
-from mergepipe_pipeline.contents.quarantine import Quarantine, kept_out, quarantined_names
 from mergepipe_pipeline.deploy.recipe_files import standing_recipes
 from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.errors import GateError
 from mergepipe_pipeline.execution.lookup import request_of
+from mergepipe_pipeline.facts.quarantine import Quarantine, kept_out, quarantined_names
 from mergepipe_pipeline.warehouse import Warehouse
 
 

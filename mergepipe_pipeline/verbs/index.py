@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mergepipe_pipeline.catalog.catalog import Catalog, Registration
-from mergepipe_pipeline.contents.tensor_digests import content_of, ensure_digests
 from mergepipe_pipeline.deploy.arrivals import attempted, mark_packed, packing
 from mergepipe_pipeline.deploy.packing import PacksWanted
 from mergepipe_pipeline.deploy.recipe_files import standing_recipes, uses
@@ -18,6 +17,7 @@ from mergepipe_pipeline.domain.model import grid_for
 from mergepipe_pipeline.domain.recipe import ModelRef
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.facts.analysed import analysed_experts
+from mergepipe_pipeline.facts.tensor_digests import content_of, ensure_digests
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.locate import Places, locate_registered
 from mergepipe_pipeline.resolution.open_models import open_models

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from mergepipe_pipeline.contents.quarantine import is_quarantined, kept_out, quarantined_names
 from mergepipe_pipeline.deploy.inbox import arrivals_at_fault
 from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.execution.lookup import provenance_of
+from mergepipe_pipeline.facts.quarantine import is_quarantined, kept_out, quarantined_names
 from mergepipe_pipeline.packs.store import Pack
 from mergepipe_pipeline.quality.measure import evaluations_of
 from mergepipe_pipeline.snapshots.find import scan_snapshots

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from math import prod
 
 from mergepipe_pipeline.checkpoints.reader import BlockReader
-from mergepipe_pipeline.contents.input_segments import checkpoint_inputs
 from mergepipe_pipeline.deploy.recipe_files import bases_read
 from mergepipe_pipeline.domain.model import Model, grid_for
 from mergepipe_pipeline.domain.pack import (
@@ -23,9 +22,10 @@ from mergepipe_pipeline.domain.pack import (
 )
 from mergepipe_pipeline.domain.view import moved
 from mergepipe_pipeline.errors import CorruptionError, IncompatibleCheckpointsError, MergePipeError
+from mergepipe_pipeline.execution.packing import contents_of, pays_back_after
 from mergepipe_pipeline.execution.plan_leases import staging
 from mergepipe_pipeline.facts.analysed import AnalysedExpert, FactTables, Sparsified
-from mergepipe_pipeline.facts.packing import contents_of, pays_back_after
+from mergepipe_pipeline.facts.input_segments import checkpoint_inputs
 from mergepipe_pipeline.packs.codec import unit_of
 from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.index import pack_id_of

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mergepipe_pipeline.checkpoints.open_checkpoint import model_files, open_checkpoint
-from mergepipe_pipeline.contents.pack_source import PackFiles, refuse_other_base
-from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundError
 from mergepipe_pipeline.execution.plan_leases import staging
+from mergepipe_pipeline.facts.pack_source import PackFiles, refuse_other_base
+from mergepipe_pipeline.facts.tensor_digests import ensure_digests
 from mergepipe_pipeline.packs.offline import OfflineExpert
 from mergepipe_pipeline.packs.portable import (
     BESIDE,

@@ -12,14 +12,14 @@ from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Registration
 from mergepipe_pipeline.checkpoints.open_checkpoint import model_files
-from mergepipe_pipeline.contents.side_file_digests import refuse_changed_files
-from mergepipe_pipeline.contents.tensor_digests import refuse_changed_tensors
 from mergepipe_pipeline.digest import sha256_hex
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.errors import MergePipeError, NotFoundError
 from mergepipe_pipeline.execution.lookup import plan_of
+from mergepipe_pipeline.execution.packing import contents_of
 from mergepipe_pipeline.execution.plan_leases import staging
-from mergepipe_pipeline.facts.packing import contents_of
+from mergepipe_pipeline.facts.side_file_digests import refuse_changed_files
+from mergepipe_pipeline.facts.tensor_digests import refuse_changed_tensors
 from mergepipe_pipeline.integrity.packs import refuse_damaged_frames
 from mergepipe_pipeline.packs.contents import packed_as
 from mergepipe_pipeline.packs.index import frames_path

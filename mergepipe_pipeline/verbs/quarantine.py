@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from mergepipe_pipeline.contents.quarantine import Quarantine, decide, quarantine_of
-from mergepipe_pipeline.contents.tensor_digests import content_of, ensure_digests
 from mergepipe_pipeline.errors import NotFoundError
+from mergepipe_pipeline.facts.quarantine import Quarantine, decide, quarantine_of
+from mergepipe_pipeline.facts.tensor_digests import content_of, ensure_digests
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.storage.permissions import this_user
 from mergepipe_pipeline.warehouse import Warehouse

@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 from mergepipe_pipeline.catalog.formats import CHECKPOINTS, CONTENTS, FACTS
 from mergepipe_pipeline.catalog.seals import find_sealed
 from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
-from mergepipe_pipeline.contents.offline import open_offline
-from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.domain.checkpoint import PACKED
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.execution.lookup import provenance_of
+from mergepipe_pipeline.facts.offline import open_offline
+from mergepipe_pipeline.facts.tensor_digests import ensure_digests
 from mergepipe_pipeline.integrity.auditor import Finding, Scope
 from mergepipe_pipeline.integrity.records import action_of, readable_snapshots
 from mergepipe_pipeline.packs.contents import holds

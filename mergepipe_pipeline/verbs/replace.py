@@ -17,12 +17,12 @@ from pathlib import Path
 from mergepipe_pipeline.checkpoints.open_checkpoint import model_files, open_checkpoint
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
-from mergepipe_pipeline.contents.offline import offline_at
-from mergepipe_pipeline.contents.pack_source import PackFiles
 from mergepipe_pipeline.digest import new_hash
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundError
 from mergepipe_pipeline.execution.plan_leases import staging
+from mergepipe_pipeline.facts.offline import offline_at
+from mergepipe_pipeline.facts.pack_source import PackFiles
 from mergepipe_pipeline.packs.contents import packed_as
 from mergepipe_pipeline.packs.offline import (
     OfflineExpert,

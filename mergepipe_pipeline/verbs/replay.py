@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
-from mergepipe_pipeline.contents.offline import present_root
-from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.plan import ENGINE_VERSION, MergePlan
@@ -31,6 +29,8 @@ from mergepipe_pipeline.execution.lookup import provenance_of, snapshot_named
 from mergepipe_pipeline.execution.plan_leases import scratch
 from mergepipe_pipeline.execution.planning import plan_resolved, run_stages
 from mergepipe_pipeline.execution.run import run_plan
+from mergepipe_pipeline.facts.offline import present_root
+from mergepipe_pipeline.facts.tensor_digests import ensure_digests
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.recipe.selectors import Recorded

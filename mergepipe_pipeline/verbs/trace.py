@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mergepipe_pipeline.contents.quarantine import Quarantine, decide
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.deploy.recorded import reason_to_wait_for
 from mergepipe_pipeline.deploy.wanted import wanted
 from mergepipe_pipeline.digest import digest_json, seal, unseal
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.facts.quarantine import Quarantine, decide
 from mergepipe_pipeline.quality.bisection import Bisection, Tell
 from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.storage.atomic import write_atomic

@@ -10,9 +10,9 @@ from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.verbs.deploy import current_plan
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.contents.test_input_segments import flip
 from tests.dagster_layer.conftest import Drop
 from tests.dagster_layer.test_experts import jobs, sum_of
+from tests.facts.test_input_segments import flip
 from tests.support.family import Size, tensors_of, write_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")

@@ -28,12 +28,12 @@ from mergepipe_pipeline.verbs.deploy import plan_recipe
 from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.contents.test_input_segments import believe
 from tests.dagster_layer.conftest import Drop
 from tests.dagster_layer.guests import ours_of
 from tests.dagster_layer.test_attempts import Sensor
 from tests.dagster_layer.test_experts import write_lora
 from tests.dagster_layer.test_outages import failure_of
+from tests.facts.test_input_segments import believe
 from tests.support.family import make_family
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")

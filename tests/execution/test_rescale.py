@@ -12,13 +12,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mergepipe_pipeline.contents.input_segments import plan_inputs
 from mergepipe_pipeline.domain.checkpoint import TensorEntry
 from mergepipe_pipeline.domain.plan import MergePlan, TensorTask
 from mergepipe_pipeline.engine.rescale import RescalePrepass
 from mergepipe_pipeline.engine.sources import SourcePool
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.facts.input_segments import plan_inputs
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.warehouse import Warehouse
 

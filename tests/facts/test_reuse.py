@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from mergepipe_pipeline.analysis import statistics
-from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.domain.stats import TensorStats
 from mergepipe_pipeline.domain.view import Run
 from mergepipe_pipeline.facts.analysed import AnalysedExpert
+from mergepipe_pipeline.facts.tensor_digests import ensure_digests
 from mergepipe_pipeline.resolution.locate import Places
 from mergepipe_pipeline.resolution.open_models import open_pair
 from mergepipe_pipeline.verbs.analyze import analyze

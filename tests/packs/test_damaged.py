@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from mergepipe_pipeline.contents.damaged_packs import irreplaceable_packs
 from mergepipe_pipeline.deploy.faults import Fault, fault_of_exception
 from mergepipe_pipeline.errors import CorruptionError, DamagedPackError
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_layers
+from mergepipe_pipeline.facts.damaged_packs import irreplaceable_packs
 from mergepipe_pipeline.packs.index import frames_path, write_index
 from mergepipe_pipeline.recipe.structure import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import parse

@@ -11,7 +11,6 @@ import pytest
 from click.testing import CliRunner
 
 from mergepipe_pipeline.cli.main import main
-from mergepipe_pipeline.contents.pack_source import pack_files
 from mergepipe_pipeline.errors import (
     CheckpointError,
     CorruptionError,
@@ -20,6 +19,7 @@ from mergepipe_pipeline.errors import (
 )
 from mergepipe_pipeline.execution.lookup import load_plan
 from mergepipe_pipeline.execution.run import MergeOutcome, run_plan
+from mergepipe_pipeline.facts.pack_source import pack_files
 from mergepipe_pipeline.packs.index import frames_path
 from mergepipe_pipeline.packs.offline import leftover
 from mergepipe_pipeline.resolution.locate import Places, locate_registered

@@ -10,12 +10,12 @@ import pytest
 
 from mergepipe_pipeline.catalog.arrow_tables import decode, encode
 from mergepipe_pipeline.catalog.seals import find_sealed, read_sealed, write_sealed
-from mergepipe_pipeline.contents.damaged_packs import refuse_damaged
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.domain.pack import CODEC_VERSION
 from mergepipe_pipeline.errors import PackVersionError
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_layers
+from mergepipe_pipeline.facts.damaged_packs import refuse_damaged
 from mergepipe_pipeline.packs.index import INDEX, read_contents
 from mergepipe_pipeline.recipe.structure import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import parse

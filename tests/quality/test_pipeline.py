@@ -5,7 +5,7 @@ from __future__ import annotations
 import dagster as dg
 import pytest
 
-from mergepipe_pipeline.contents.quarantine import quarantine_of
+from mergepipe_pipeline.facts.quarantine import quarantine_of
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.verbs.deploy import current_snapshot
 from tests.quality.world import World

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.cli.main import main
-from mergepipe_pipeline.contents.quarantine import decide, kept_out
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
 from mergepipe_pipeline.deploy.standing import Standing
 from mergepipe_pipeline.errors import CorruptionError, GateError, NotFoundError
+from mergepipe_pipeline.facts.quarantine import decide, kept_out
 from mergepipe_pipeline.quality.regression import changes_between
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.snapshots.find import load_snapshot

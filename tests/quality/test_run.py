@@ -16,7 +16,7 @@ from mergepipe_pipeline.quality.child import AbandonedError
 from mergepipe_pipeline.quality.measure import evaluate, evaluations_of
 from mergepipe_pipeline.storage import atomic
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.contents.test_input_segments import flip
+from tests.facts.test_input_segments import flip
 from tests.snapshots.tiny import Crash, Store, count_steps, crash_at
 
 SCRIPT = Evaluator(("python", "eval.py"), retries=0)

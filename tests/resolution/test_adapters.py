@@ -19,7 +19,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.errors import (
     CheckpointError,
     CorruptionError,
@@ -27,13 +26,14 @@ from mergepipe_pipeline.errors import (
     MergePipeError,
 )
 from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.facts.tensor_digests import ensure_digests
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.resolution.resolve import resolve
 from mergepipe_pipeline.verbs.analyze import analyze
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.contents.test_input_segments import flip
 from tests.execution.test_run import run, tensors
+from tests.facts.test_input_segments import flip
 from tests.support.oracles import ORACLES, Case
 
 pytestmark = pytest.mark.usefixtures("baselines")

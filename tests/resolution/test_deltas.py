@@ -11,15 +11,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.errors import CheckpointError, CorruptionError, MergePipeError, RecipeError
+from mergepipe_pipeline.facts.tensor_digests import ensure_digests
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.resolution.resolve import resolve
 from mergepipe_pipeline.verbs.analyze import analyze
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.contents.test_input_segments import flip
 from tests.execution.test_run import run, tensors
+from tests.facts.test_input_segments import flip
 from tests.support.family import tensors_of, write_model
 
 #: Methods on deltas, on values, and on angles; with method and model parameters.

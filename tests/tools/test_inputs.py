@@ -13,7 +13,7 @@ from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.verbs.tools import extract_lora, moe, transplant_tokenizer
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.contents.test_input_segments import flip
+from tests.facts.test_input_segments import flip
 from tests.tools.mixtures import make_family, write_config
 from tests.tools.vocabularies import pair
 

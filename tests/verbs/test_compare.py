@@ -19,8 +19,8 @@ from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import MergeOutcome
 from mergepipe_pipeline.verbs.compare import compare, full_plan_id, known_comparison
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.contents.test_input_segments import flip
 from tests.execution.test_run import run, tensors
+from tests.facts.test_input_segments import flip
 from tests.support.family import write_adapter
 from tests.support.reads import tensor_reads
 from tests.verbs.test_curve import raw_of

@@ -20,8 +20,8 @@ from mergepipe_pipeline.verbs.diff import diff
 from mergepipe_pipeline.verbs.export import Shards, export
 from mergepipe_pipeline.verbs.publish import publish
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.contents.test_input_segments import flip
 from tests.execution.test_run import run, tensors
+from tests.facts.test_input_segments import flip
 from tests.support.reads import tensor_reads
 from tests.verbs.test_compare import distance
 

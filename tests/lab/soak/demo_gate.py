@@ -21,7 +21,6 @@ import dagster as dg
 from dagster import DagsterRunStatus as Status
 from safetensors.torch import load_file, save_file
 
-from mergepipe_pipeline.contents.quarantine import is_quarantined, quarantine_of
 from mergepipe_pipeline.demo.family import (
     DEMO_DENSITY,
     DEMO_LAMBDA,
@@ -30,6 +29,7 @@ from mergepipe_pipeline.demo.family import (
     build_family,
 )
 from mergepipe_pipeline.demo.skills import SKILLS, score
+from mergepipe_pipeline.facts.quarantine import is_quarantined, quarantine_of
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.daemon import REPOSITORY, Daemon, running_daemon

@@ -19,7 +19,7 @@ from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.verbs.replace import unpack
 from mergepipe_pipeline.verbs.verify import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.contents.test_input_segments import flip
+from tests.facts.test_input_segments import flip
 from tests.packs.families import packed_family, write_family
 from tests.packs.test_offline import ids_of, merged, text_of
 from tests.packs.test_replace import files_in

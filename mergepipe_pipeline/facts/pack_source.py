@@ -19,13 +19,13 @@ import numpy as np
 
 from mergepipe_pipeline.checkpoints.reader import BlockReader
 from mergepipe_pipeline.checkpoints.stored import Verifier, Verify, read_stored
-from mergepipe_pipeline.contents.input_segments import checkpoint_inputs
-from mergepipe_pipeline.contents.offline import open_root
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, PackedTensor, TensorContent
 from mergepipe_pipeline.domain.view import TensorView, view_of
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import CheckpointChangedError, CorruptionError
+from mergepipe_pipeline.facts.input_segments import checkpoint_inputs
+from mergepipe_pipeline.facts.offline import open_root
 from mergepipe_pipeline.packs.codec import BITS_OF, decode_bits
 from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.offline import (

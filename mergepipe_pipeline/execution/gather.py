@@ -12,7 +12,6 @@ from functools import partial
 from mergepipe_pipeline.catalog.pairs import Pair
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers, prefetch
-from mergepipe_pipeline.contents.tensor_digests import ensure_digests, verify_place
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.domain.operator import Choosing, Fact
@@ -22,6 +21,7 @@ from mergepipe_pipeline.domain.stats import ExpertStats
 from mergepipe_pipeline.facts.analysed import AnalysedExpert, FactTables, Sparsified
 from mergepipe_pipeline.facts.group import measured_facts
 from mergepipe_pipeline.facts.passes import complete
+from mergepipe_pipeline.facts.tensor_digests import ensure_digests, verify_place
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.planner.packed_rows import Packs
 from mergepipe_pipeline.planner.parts import Method, TensorFacts, is_merged, stored_like
@@ -137,7 +137,7 @@ def _packs(
     is_wanted = for_parts or resolved.recipe.strategy in (None, PACKS)
     if not is_wanted or resolved.request.no_packs:
         return None
-    from mergepipe_pipeline.facts.packs import find_packs
+    from mergepipe_pipeline.execution.packs import find_packs
 
     originals = resolved.models if resolved.tokenizer is None else resolved.originals
     return find_packs(warehouse, models, merged, resolved.grid, originals)

@@ -13,11 +13,6 @@ from threading import RLock
 
 from mergepipe_pipeline.catalog.contents import SegmentFiles
 from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
-from mergepipe_pipeline.contents.tensor_digests import (
-    ensure_digests,
-    refuse_damaged_result,
-    take_segments,
-)
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.model import Model, view_digest
@@ -25,6 +20,11 @@ from mergepipe_pipeline.domain.plan import LayerTask, MergePlan, Source
 from mergepipe_pipeline.domain.segments import COARSE_ELEMS, Segments, segment_elems_for
 from mergepipe_pipeline.domain.view import Part, TensorView, sources_of
 from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.facts.tensor_digests import (
+    ensure_digests,
+    refuse_damaged_result,
+    take_segments,
+)
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.warehouse import Warehouse
 

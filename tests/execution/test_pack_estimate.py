@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.domain.pack import Tier
-from mergepipe_pipeline.facts.packing import PackEstimate, estimate_pack
+from mergepipe_pipeline.execution.packing import PackEstimate, estimate_pack
 from mergepipe_pipeline.resolution.locate import Places
 from mergepipe_pipeline.resolution.open_models import open_pair
 from mergepipe_pipeline.verbs.analyze import analyze

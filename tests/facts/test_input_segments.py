@@ -13,8 +13,6 @@ import pytest
 
 from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.checkpoints.reader import BlockReader
-from mergepipe_pipeline.contents import tensor_digests
-from mergepipe_pipeline.contents.places import Places, place_of
 from mergepipe_pipeline.domain.checkpoint import TensorEntry
 from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.engine.options import EngineOptions
@@ -22,6 +20,8 @@ from mergepipe_pipeline.engine.sources import SourcePool
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import MergeOutcome, run_plan
+from mergepipe_pipeline.facts import tensor_digests
+from mergepipe_pipeline.facts.places import Places, place_of
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.snapshots.find import list_snapshots

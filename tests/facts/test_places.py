@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
-from mergepipe_pipeline.contents.places import Places, place_of
-from mergepipe_pipeline.contents.tensor_digests import verify_place
 from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.facts import passes
+from mergepipe_pipeline.facts.places import Places, place_of
+from mergepipe_pipeline.facts.tensor_digests import verify_place
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.storage import atomic
 from mergepipe_pipeline.verbs.analyze import analyze

@@ -12,12 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Catalog
-from mergepipe_pipeline.contents.places import Places, place_of
 from mergepipe_pipeline.digest import SEGMENT_DIGEST_NBYTES, digest_json
 from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.segments import COARSE_ELEMS, Segments, levels_for
 from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.facts.places import Places, place_of
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.snapshots.commit import verify_with_progress
 from mergepipe_pipeline.snapshots.find import load_snapshot

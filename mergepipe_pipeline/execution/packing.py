@@ -16,7 +16,6 @@ from mergepipe_pipeline.analysis.order import from_top
 from mergepipe_pipeline.arrays import F64Array
 from mergepipe_pipeline.checkpoints.reader import BlockReader
 from mergepipe_pipeline.concurrency import threads
-from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.domain.model import Model, grid_for
 from mergepipe_pipeline.domain.pack import (
     CHUNK_ELEMS,
@@ -29,7 +28,8 @@ from mergepipe_pipeline.domain.pack import (
 from mergepipe_pipeline.domain.stats import HIST_SHIFT, TensorStats
 from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.dtypes import itemsize
-from mergepipe_pipeline.facts.packs import READ_BYTES_PER_S, known_digests
+from mergepipe_pipeline.execution.packs import READ_BYTES_PER_S, known_digests
+from mergepipe_pipeline.facts.tensor_digests import ensure_digests
 from mergepipe_pipeline.packs.contents import packed_contents, packed_names
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.storage.source import open_source
