@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import dagster as dg
@@ -50,7 +50,9 @@ def build_expert_index(experts: dg.DynamicPartitionsDefinition) -> dg.AssetsDefi
         pool="disk_read",
         output_required=False,  # each partition has an event of its own
     )
-    def expert_index(context: dg.AssetExecutionContext, mergepipe: MergePipe) -> None:
+    def expert_index(
+        context: dg.AssetExecutionContext, mergepipe: MergePipe
+    ) -> Iterator[dg.MaterializeResult[None]]:
         """Makes a checkpoint that landed in the inbox known: headers, digests and block statistics.
 
         A partition is a checkpoint. Its data version is the digest of the contents: files touched
@@ -58,6 +60,7 @@ def build_expert_index(experts: dg.DynamicPartitionsDefinition) -> dg.AssetsDefi
         three times, or for as long as storage, network or memory fail.
         """
         _index_each(context, mergepipe, context.partition_keys)
+        yield from ()  # the events are logged: an output would be one more, that says nothing
 
     # Many partitions that a person asks for are one run.
     return expert_index.with_attributes(backfill_policy=dg.BackfillPolicy.single_run())

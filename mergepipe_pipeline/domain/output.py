@@ -1,11 +1,13 @@
-"""What an output tensor is: computed or copied, and of which type by default."""
+"""Decides what an output tensor is: computed or copied, of which shape and type."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 
 from mergepipe_pipeline.domain.checkpoint import TensorEntry
-from mergepipe_pipeline.domain.recipe import TensorRecipe
+from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.recipe import Budget, Recipe, TensorRecipe
 from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.dtypes import FLOATING, promoted
 
@@ -33,3 +35,32 @@ def promoted_dtype(
     if t.base or not stored:
         stored.append(like.dtype)
     return promoted(stored) if like.dtype in FLOATING else like.dtype
+
+
+def stored_like(t: TensorRecipe, models: Sequence[Model]) -> TensorView:
+    """The view that gives an output tensor its shape: the base's, or the first."""
+    if t.base is not None:
+        return models[t.base.model].views[t.base.tensor]
+    first = t.inputs[0]
+    return models[first.model].views[first.tensor]
+
+
+def is_merged(t: TensorRecipe, models: Sequence[Model]) -> bool:
+    """Whether an output tensor is computed; others are taken as they are stored."""
+    like = stored_like(t, models)
+    return bool(t.inputs) and like.dtype in FLOATING and like.numel > 0
+
+
+def out_dtype(recipe: Recipe, t: TensorRecipe, models: Sequence[Model]) -> str:
+    """The dtype (safetensors code) in which an output tensor is written: decided here alone."""
+    like, recipe_dtype = stored_like(t, models), recipe.out_dtype or recipe.dtype
+    if like.dtype not in FLOATING:
+        return like.dtype
+    if t.base is not None and is_kept(recipe.budget, t.name):
+        return recipe_dtype or like.dtype
+    return recipe_dtype or promoted_dtype(t, [m.views for m in models])
+
+
+def is_kept(budget: Budget, tensor: str) -> bool:
+    """Whether an output tensor is to stay the base's."""
+    return any(fnmatchcase(tensor, pattern) for pattern in budget.keep)

@@ -284,6 +284,15 @@ class SideFiles:
     files: tuple[tuple[str, str], ...] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Side:
+    """As `SideFiles`, with the template's model number."""
+
+    template: int
+    config: tuple[tuple[str, ConfigValue], ...] = ()
+    files: tuple[tuple[str, str], ...] | None = None
+
+
 @dataclass(frozen=True)
 class MergePlan:
     """Everything the engine needs for one merge; `plan_id` names the result it determines."""

@@ -15,6 +15,7 @@ from mergepipe_pipeline.concurrency.workers import Workers, prefetch
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.domain.operator import Choosing, Fact
+from mergepipe_pipeline.domain.output import is_merged, stored_like
 from mergepipe_pipeline.domain.plan import TensorTask
 from mergepipe_pipeline.domain.recipe import Budget, Recipe, TensorRecipe
 from mergepipe_pipeline.domain.stats import ExpertStats
@@ -24,7 +25,7 @@ from mergepipe_pipeline.facts.passes import complete
 from mergepipe_pipeline.facts.tensor_digests import ensure_digests, verify_place
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.planner.packed_rows import Packs
-from mergepipe_pipeline.planner.parts import Method, TensorFacts, is_merged, stored_like
+from mergepipe_pipeline.planner.parts import Method, TensorFacts
 from mergepipe_pipeline.planner.plan_builder import PlanBuilder, PlanInput
 from mergepipe_pipeline.planner.samples import Simulate
 from mergepipe_pipeline.planner.strategies import PACKS

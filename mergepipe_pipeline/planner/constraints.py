@@ -70,11 +70,6 @@ def lacks_base(needed: int, budget_bytes: int) -> BudgetError:
     )
 
 
-def is_kept(budget: Budget, tensor: str) -> bool:
-    """Whether an output tensor is to stay the base's."""
-    return any(fnmatchcase(tensor, pattern) for pattern in budget.keep)
-
-
 def _selected(
     selections: Sequence[Selection], c: Candidates, tensors: Sequence[str], experts: Sequence[Names]
 ) -> Choice:

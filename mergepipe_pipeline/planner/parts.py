@@ -16,15 +16,13 @@ import numpy as np
 from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.domain.operator import Choosing, OperatorSchema, Response
-from mergepipe_pipeline.domain.output import promoted_dtype
+from mergepipe_pipeline.domain.output import is_kept, is_merged, stored_like
 from mergepipe_pipeline.domain.plan import ExpertInput, TensorTask, TrimRule
 from mergepipe_pipeline.domain.recipe import Params, Recipe, TensorRecipe
 from mergepipe_pipeline.domain.stats import SAMPLE_WIDTH, ExpertStats, TensorStats
-from mergepipe_pipeline.domain.view import TensorView
-from mergepipe_pipeline.dtypes import FLOATING, itemsize
+from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.planner.bounds import Sensitivity
 from mergepipe_pipeline.planner.candidates import Row, lay_out
-from mergepipe_pipeline.planner.constraints import is_kept
 from mergepipe_pipeline.planner.kept_sq_norm import Kept
 from mergepipe_pipeline.planner.levels import LevelTable
 from mergepipe_pipeline.planner.packed_rows import Packs, row_levels
@@ -78,30 +76,6 @@ class Part:
     facts: tuple[float, ...]
     reason: str
     shape: tuple[int, ...]
-
-
-def stored_like(t: TensorRecipe, models: Sequence[Model]) -> TensorView:
-    """The view that gives an output tensor its shape: the base's, or the first."""
-    if t.base is not None:
-        return models[t.base.model].views[t.base.tensor]
-    first = t.inputs[0]
-    return models[first.model].views[first.tensor]
-
-
-def is_merged(t: TensorRecipe, models: Sequence[Model]) -> bool:
-    """Whether an output tensor is computed; others are taken as they are stored."""
-    like = stored_like(t, models)
-    return bool(t.inputs) and like.dtype in FLOATING and like.numel > 0
-
-
-def out_dtype(recipe: Recipe, t: TensorRecipe, models: Sequence[Model]) -> str:
-    """The dtype (safetensors code) in which an output tensor is written: decided here alone."""
-    like, recipe_dtype = stored_like(t, models), recipe.out_dtype or recipe.dtype
-    if like.dtype not in FLOATING:
-        return like.dtype
-    if t.base is not None and is_kept(recipe.budget, t.name):
-        return recipe_dtype or like.dtype
-    return recipe_dtype or promoted_dtype(t, [m.views for m in models])
 
 
 class Parts:

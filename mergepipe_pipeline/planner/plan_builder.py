@@ -14,13 +14,14 @@ import numpy as np
 from mergepipe_pipeline.domain.blocks import BlockGrid, Range
 from mergepipe_pipeline.domain.layers import layer_count, layer_name, layer_order
 from mergepipe_pipeline.domain.model import Model, view_digest
+from mergepipe_pipeline.domain.output import out_dtype, stored_like
 from mergepipe_pipeline.domain.plan import (
     BaseInput,
-    ConfigValue,
     Estimates,
     ExpertInput,
     LayerTask,
     MergePlan,
+    Side,
     SideFiles,
     Source,
     TensorTask,
@@ -32,7 +33,7 @@ from mergepipe_pipeline.planner.candidates import Candidates, Choice
 from mergepipe_pipeline.planner.constraints import Names
 from mergepipe_pipeline.planner.levels import Levels, packed_input
 from mergepipe_pipeline.planner.packed_rows import NOTHING, ORIGINAL, Packs
-from mergepipe_pipeline.planner.parts import Method, Parts, TensorFacts, out_dtype, stored_like
+from mergepipe_pipeline.planner.parts import Method, Parts, TensorFacts
 from mergepipe_pipeline.planner.selection import PlanningProblem, Selection, estimates, select
 from mergepipe_pipeline.planner.strategies import PACKS
 
@@ -43,15 +44,6 @@ class PlanInput:
 
     model: Model
     digests: Sequence[Mapping[str, str]]
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    """As `domain.plan.SideFiles`, with the template's model number."""
-
-    template: int
-    config: tuple[tuple[str, ConfigValue], ...] = ()
-    files: tuple[tuple[str, str], ...] | None = None
 
 
 #: Why the norm of an update is not known where there are deltas.

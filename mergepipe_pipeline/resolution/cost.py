@@ -15,11 +15,12 @@ from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.domain.layers import layer_count, layer_name
 from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.output import is_kept
 from mergepipe_pipeline.domain.recipe import Recipe
 from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.dtypes import FLOATING, itemsize
 from mergepipe_pipeline.operators import OPERATORS
-from mergepipe_pipeline.planner.constraints import is_kept, lacks_base
+from mergepipe_pipeline.planner.constraints import lacks_base
 from mergepipe_pipeline.warehouse import Warehouse
 
 

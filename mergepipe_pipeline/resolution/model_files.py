@@ -14,10 +14,9 @@ from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.layers import embedding_like, is_post
 from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.domain.model_config import config_places
-from mergepipe_pipeline.domain.plan import ConfigValue
+from mergepipe_pipeline.domain.plan import ConfigValue, Side
 from mergepipe_pipeline.domain.recipe import Recipe
 from mergepipe_pipeline.errors import CheckpointError, IncompleteCheckpointError
-from mergepipe_pipeline.planner.plan_builder import Side
 from mergepipe_pipeline.remote.address import is_address
 from mergepipe_pipeline.resolution.layer_config import layer_changes
 from mergepipe_pipeline.resolution.plain_numbers import stale_settings

@@ -11,12 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.domain.model_config import QUANTISATION_KEYS, config_places
-from mergepipe_pipeline.domain.output import is_computed
+from mergepipe_pipeline.domain.output import is_computed, out_dtype
 from mergepipe_pipeline.domain.recipe import Recipe, TensorRecipe
 from mergepipe_pipeline.domain.stored_form import StoredForm
 from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError
-from mergepipe_pipeline.planner.parts import out_dtype
 from mergepipe_pipeline.recipe.checks import base_takes_part
 from mergepipe_pipeline.recipe.structure import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import SCHEMAS, placed_in

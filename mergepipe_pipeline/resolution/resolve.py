@@ -18,6 +18,8 @@ from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.domain.layers import is_head
 from mergepipe_pipeline.domain.model import Model, grid_for
 from mergepipe_pipeline.domain.model_config import ties_head
+from mergepipe_pipeline.domain.output import is_merged, out_dtype, stored_like
+from mergepipe_pipeline.domain.plan import Side
 from mergepipe_pipeline.domain.recipe import ModelRef, Recipe
 from mergepipe_pipeline.domain.request import AS_WRITTEN, Request, RequestedModel
 from mergepipe_pipeline.domain.view import TensorView
@@ -25,8 +27,6 @@ from mergepipe_pipeline.errors import CheckpointError, MergePipeError, RecipeErr
 from mergepipe_pipeline.facts.quarantine import quarantine_of
 from mergepipe_pipeline.facts.side_file_digests import refuse_changed_files
 from mergepipe_pipeline.operators import OPERATORS
-from mergepipe_pipeline.planner.parts import is_merged, out_dtype, stored_like
-from mergepipe_pipeline.planner.plan_builder import Side
 from mergepipe_pipeline.recipe.budget import parse_budget, with_amount
 from mergepipe_pipeline.recipe.parse import ParsedRecipe, resolve_recipe
 from mergepipe_pipeline.recipe.schema import known_strategy

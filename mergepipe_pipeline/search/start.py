@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mergepipe_pipeline.domain.layers import layer_count, layer_name
 from mergepipe_pipeline.domain.model import Model
+from mergepipe_pipeline.domain.output import out_dtype, stored_like
 from mergepipe_pipeline.dtypes import FLOATING, itemsize
 from mergepipe_pipeline.errors import (
     CheckpointChangedError,
@@ -18,7 +19,6 @@ from mergepipe_pipeline.errors import (
 )
 from mergepipe_pipeline.execution.throughput import expected_s, nbytes_of_recipe
 from mergepipe_pipeline.facts.tensor_digests import content_of, ensure_digests
-from mergepipe_pipeline.planner.parts import out_dtype, stored_like
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.quality.evaluators import command_of, evaluator_id
 from mergepipe_pipeline.recipe.parse import ParsedRecipe

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Unpack
 
+from mergepipe_pipeline.domain.output import is_merged
 from mergepipe_pipeline.execution.egress import egress_of_recipe
 from mergepipe_pipeline.execution.packing import PackEstimate, estimate_pack
 from mergepipe_pipeline.execution.packs import PackedCost, packed_cost
 from mergepipe_pipeline.execution.throughput import expected_s, nbytes_of_recipe
-from mergepipe_pipeline.planner.parts import is_merged
 from mergepipe_pipeline.planner.strategies import PACKS
 from mergepipe_pipeline.recipe.cron import when_merged
 from mergepipe_pipeline.recipe.parse import ParsedRecipe

@@ -60,7 +60,7 @@ def test_an_expert_goes_to_cold_storage_and_comes_back(tmp_path: Path) -> None:
     warehouse_of(tmp_path)
     cold = str(tmp_path / "cold")
     run(tmp_path, "pack", "e0", "--replace", code=2)
-    assert "1 file moved to" in run(tmp_path, "pack", "e0", "--replace", "--cold", cold)
+    assert "1 weight file moved to" in run(tmp_path, "pack", "e0", "--replace", "--cold", cold)
     recipe = tmp_path / "r.yml"
     recipe.write_text("merge_method: linear\nmodels: [{model: e0, parameters: {weight: 1}}]\n")
     assert "expert bytes" in run(tmp_path, "check", str(recipe))
@@ -70,6 +70,6 @@ def test_an_expert_goes_to_cold_storage_and_comes_back(tmp_path: Path) -> None:
     assert "moved to" in run(tmp_path, "pack", "e0", "--replace", "--cold", cold)
     shutil.rmtree(cold)
     told = run(tmp_path, "unpack", "e0")
-    assert "1 file" in told
+    assert "1 weight file" in told
     assert "originals stay" not in told
     assert (tmp_path / "e0" / "e0.safetensors").exists()

@@ -298,7 +298,7 @@ def test_lineage_lists_actions_once_however_many_snapshots_there_are(
 def test_a_missing_version_and_a_pipe_in_place_of_a_file_are_findings(home: Warehouse) -> None:
     chain = home.catalog_dir / "names" / "base"
     (chain / "00000001.json").rename(chain / "00000002.json")
-    pipe = home.catalog_dir / "digests" / "v3" / f"x.{32 * '0'}.parquet"
+    pipe = home.catalog_dir / "contents" / "v1" / f"x.{32 * '0'}.parquet"
     os.mkfifo(pipe)
     started = time.monotonic()
     found = verify_all(home, ["structure"]).findings

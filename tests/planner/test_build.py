@@ -16,7 +16,7 @@ from mergepipe_pipeline.analysis.digests import digest_checkpoint
 from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.operator import Choosing
-from mergepipe_pipeline.domain.plan import ExpertInput, MergePlan
+from mergepipe_pipeline.domain.plan import ExpertInput, MergePlan, Side
 from mergepipe_pipeline.domain.recipe import (
     BaseTensor,
     Budget,
@@ -29,7 +29,7 @@ from mergepipe_pipeline.domain.recipe import (
 from mergepipe_pipeline.domain.view import LowRank
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.planner.parts import Method, TensorFacts
-from mergepipe_pipeline.planner.plan_builder import PlanBuilder, PlanInput, Side
+from mergepipe_pipeline.planner.plan_builder import PlanBuilder, PlanInput
 from mergepipe_pipeline.storage.forms import record_of
 from tests.analysis.pairs import analyze_one
 from tests.support import oracles

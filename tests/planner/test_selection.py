@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.domain.operator import Response
+from mergepipe_pipeline.domain.output import is_kept
 from mergepipe_pipeline.domain.recipe import Budget, Share
 from mergepipe_pipeline.domain.recipe import Selection as Some
 from mergepipe_pipeline.errors import BudgetError
 from mergepipe_pipeline.planner.bounds import Sensitivity
 from mergepipe_pipeline.planner.candidates import Choice, lay_out
-from mergepipe_pipeline.planner.constraints import is_kept
 from mergepipe_pipeline.planner.levels import LevelTable
 from mergepipe_pipeline.planner.packed_rows import ORIGINAL
 from mergepipe_pipeline.planner.samples import PARTS, STATED_ERRORS

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
 from mergepipe_pipeline.deploy.standing import Standing
-from mergepipe_pipeline.errors import CorruptionError, GateError, NotFoundError
+from mergepipe_pipeline.errors import GateError, NotFoundError
 from mergepipe_pipeline.facts.quarantine import decide, kept_out
 from mergepipe_pipeline.quality.regression import changes_between
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
@@ -150,8 +150,9 @@ def test_a_damaged_decision_keeps_the_expert_out_until_repair_sets_it_aside(
     quarantine(home, "chat")
     (decision,) = (home.quarantined_dir / "chat").iterdir()
     decision.write_bytes(decision.read_bytes().replace(b"by hand", b"by hond"))
-    with pytest.raises(CorruptionError):
-        _due(home)
+    kept_out_for = _due(home)
+    assert isinstance(kept_out_for, Standing)
+    assert str(decision) in kept_out_for.told
     assert [d["kind"] for d in ls(home).damaged] == ["quarantine"]
     assert [f.file for f in verify_all(home).findings] == [str(decision)]
     repair(home)
