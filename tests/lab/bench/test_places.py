@@ -12,7 +12,7 @@ import pytest
 from tests.lab.bench import FOLDER
 
 HERE = Path(__file__).parent
-BENCHES = sorted({p.stem for p in HERE.glob("bench_*.py")} | {"family", "report"})
+BENCHES = sorted({p.stem for p in HERE.glob("bench_*.py")} | {"family"})
 
 
 class _ParsedError(Exception):
