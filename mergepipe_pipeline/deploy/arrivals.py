@@ -165,8 +165,12 @@ def place_of(warehouse: Warehouse, catalog: Catalog, name: str) -> Path | None:
     Addresses and packs are not watched: who reads one compares.
     """
     # A mount that does not answer is no reason to look at no other.
-    folder, root = warehouse.inbox / name, catalog.root(name) if name in catalog else ""
-    offline = None
+    folder, root, offline = warehouse.inbox / name, "", None
+    try:
+        root = catalog.root(name) if name in catalog else ""
+    except CorruptionError:
+        if not os.path.exists(folder):  # what landed becomes a new version, past the damaged one
+            raise
     with suppress(CorruptionError):  # then its folder is one without weights
         offline = offline_at(warehouse, root)
     if os.path.exists(folder) and not (offline and folder.samefile(root)):
