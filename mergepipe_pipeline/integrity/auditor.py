@@ -76,7 +76,7 @@ class Auditor:
         `remade` says how what is derivable comes back once `repair` has taken it away.
         """
         try:
-            _refuse_odd(path)
+            _refuse_irregular(path)
             outcome = act()
         except MergePipeError as error:
             self.report(scope, path, error, is_derivable=is_derivable, remade=remade)
@@ -138,7 +138,7 @@ class Auditor:
             self._journal.record(str(path), _state(path))
 
 
-def _refuse_odd(path: Path) -> None:
+def _refuse_irregular(path: Path) -> None:
     """Raise CorruptionError for what would block whoever reads it."""
     try:
         mode = os.stat(path).st_mode
@@ -146,7 +146,7 @@ def _refuse_odd(path: Path) -> None:
         return  # whoever reads it reports that
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise CorruptionError(
-            "What should be a file is none",
+            "Not a regular file",
             where=str(path),
             expected="a regular file",
             found="a pipe, socket or device",

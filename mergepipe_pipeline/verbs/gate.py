@@ -73,10 +73,10 @@ def require_evaluator(parsed: ParsedRecipe) -> Evaluator:
     """The evaluator of a recipe. Raises EvaluationError for a recipe without one."""
     if parsed.evaluator is None:
         raise EvaluationError(
-            "A recipe says not how its result is measured",
+            "The recipe has no `evaluate:`",
             where=parsed.where,
-            expected="`evaluate:`",
-            found="none",
+            expected="how its result is measured",
+            found="nothing",
             next_step="add `evaluate:` to it",
         )
     return parsed.evaluator

@@ -1,4 +1,4 @@
-"""Writes what pages say of commands, codes, rooms and merges: `python -m tests.docs.generate`.
+"""Writes what pages say of commands, exit codes and rooms: `python -m tests.docs.generate`.
 
 Each generated part stands between two comments of its page, by which it is found and replaced.
 """

@@ -83,5 +83,5 @@ def test_recipes_name_models_by_address(
 
 def test_a_root_of_this_machine_is_no_address() -> None:
     assert not is_address("models:chat")
-    assert not is_address("away:///w/replaced/1")
+    assert not is_address("pack:///w/offline/1")
     assert not is_address("/a/hf://b")
