@@ -7,31 +7,11 @@ import gc as garbage
 import os
 import sys
 from contextlib import suppress
+from importlib import import_module
 
 import click
 
 from mergepipe_pipeline import __version__
-from mergepipe_pipeline.cli import (
-    checkpoints,
-    compare,
-    conflicts,
-    curve,
-    demo,
-    diff,
-    evaluation,
-    explain,
-    ls,
-    merging,
-    operators,
-    packs,
-    push,
-    replay,
-    search,
-    snapshots,
-    tools,
-    ui,
-    verify,
-)
 from mergepipe_pipeline.cli.common import fail, options
 from mergepipe_pipeline.cli.ending import (
     Stopped,
@@ -42,6 +22,29 @@ from mergepipe_pipeline.cli.ending import (
 )
 from mergepipe_pipeline.secrets import discreet
 from mergepipe_pipeline.text import json_text
+
+#: The modules whose commands these are.
+_MODULES = (
+    "checkpoints",
+    "compare",
+    "conflicts",
+    "curve",
+    "demo",
+    "diff",
+    "evaluation",
+    "explain",
+    "ls",
+    "merging",
+    "operators",
+    "packs",
+    "push",
+    "replay",
+    "search",
+    "snapshots",
+    "tools",
+    "ui",
+    "verify",
+)
 
 
 class _Commands(click.Group):
@@ -63,28 +66,8 @@ def main() -> None:
     """Merge LLM checkpoints: plan under a byte budget, stream, publish snapshots."""
 
 
-for module in (
-    checkpoints,
-    compare,
-    conflicts,
-    curve,
-    demo,
-    diff,
-    evaluation,
-    explain,
-    ls,
-    merging,
-    operators,
-    packs,
-    push,
-    replay,
-    search,
-    snapshots,
-    tools,
-    ui,
-    verify,
-):
-    for command in vars(module).values():
+for name in _MODULES:
+    for command in vars(import_module(f"mergepipe_pipeline.cli.{name}")).values():
         if isinstance(command, click.Command):
             main.add_command(command)
 
