@@ -61,13 +61,13 @@ LONG = (
     "dagster_layer/test_turns.py",
     "docs/test_examples.py",
     "drawn",
-    "evaluation/test_harness.py",
     "foreign",
     "lab",
     "search/test_bayes.py",
     "parity",
     "peer",
     "published",
+    "quality/test_harness.py",
     "recipe/test_mergekit_plan.py",
     "search/test_interruptions.py",
     "tokenizer/test_mergekit.py",
@@ -79,6 +79,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is long, and give tests that wait to one worker, which begins with them."""
     here = Path(__file__).parent
     long = [here / name for name in LONG]
+    if gone := [str(path) for path in long if not path.exists()]:
+        raise pytest.UsageError(f"LONG names what does not exist: {', '.join(gone)}")
     for item in items:
         if any(item.path.is_relative_to(path) for path in long):
             item.add_marker("long")

@@ -1,4 +1,6 @@
-"""Writes what pages say of commands, exit codes and rooms: `python -m tests.docs.generate`.
+"""Writes what pages say of commands, exit codes, rooms and measured merges.
+
+    python -m tests.docs.generate
 
 Each generated part stands between two comments of its page, by which it is found and replaced.
 """
@@ -18,6 +20,10 @@ from mergepipe_pipeline import errors
 from mergepipe_pipeline.cli.main import main as group
 from mergepipe_pipeline.errors import MergePipeError
 from tests.docs.page import DOCS, ROOT
+from tests.lab.bench.report import report
+from tests.lab.bench.rows import load
+
+BENCH = ROOT / "tests" / "lab" / "bench"
 
 
 def commands() -> str:
@@ -66,6 +72,11 @@ def rooms() -> str:
     return "\n".join([*lines, ""])
 
 
+def merges() -> str:
+    """The merges that were measured last, from the rows that `make bench` adds to a file."""
+    return report(load(BENCH / "recorded.jsonl")) + "\n"
+
+
 def _room(name: str) -> str:
     path = ROOT.joinpath(*name.split("."))
     short = name.removeprefix("mergepipe_pipeline.")
@@ -95,6 +106,7 @@ PARTS: Mapping[str, tuple[Path, Callable[[], str]]] = {
     "commands": (DOCS / "cli.md", commands),
     "codes": (DOCS / "errors.md", codes),
     "rooms": (ROOT / "CONTRIBUTING.md", rooms),
+    "merges": (DOCS / "benchmarks.md", merges),
 }
 
 

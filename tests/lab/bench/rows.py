@@ -131,7 +131,7 @@ def _first_value(file: Path, name: str) -> str:
 
 
 def filesystem(path: Path) -> str:
-    """Type and device of the file system that holds `path`."""
+    """The type of the file system that holds `path`."""
     device = path.resolve().stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     return next(_mounts(wanted), "unknown")
@@ -141,5 +141,4 @@ def _mounts(wanted: str) -> Iterator[str]:
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         words = line.split()
         if words[2] == wanted:
-            kind, source = words[words.index("-") + 1 : words.index("-") + 3]
-            yield f"{kind} on {source}"
+            yield words[words.index("-") + 1]
