@@ -95,7 +95,7 @@ def _conflicts(file: RecipeFile) -> dg.AssetsDefinition:
     def conflicts(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
         """Says where the experts agree and where they cancel each other; no weight is read.
 
-        From the catalog's sketches, for every stage that merges into a checkpoint; results of
+        From the catalog's samples, for every stage that merges into a checkpoint; results of
         earlier stages are not compared.
         Interference is 0 for deltas without a common direction, above 0 where they cancel (1: all
         of it), below 0 where they agree.

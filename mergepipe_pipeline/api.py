@@ -21,8 +21,8 @@ from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.domain.snapshot import Manifest
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import BudgetError, RecipeError
-from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_plan
+from mergepipe_pipeline.execution.stages import plan_in_stages
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.resolution.recipe_text import SCHEMAS, parse
 from mergepipe_pipeline.resolution.selected import Registered
@@ -80,7 +80,7 @@ class Planner:
         text = yaml.safe_dump({k: v for k, v in recipe.items() if v is not None}, sort_keys=False)
         warehouse = self.catalog.warehouse
         raw = parse(text, name="python", where="Planner.plan", choose=Registered(warehouse))
-        return make_plan(warehouse, raw, progress=self.progress)
+        return plan_in_stages(warehouse, raw, progress=self.progress)
 
 
 def _models(

@@ -1,15 +1,13 @@
-"""How deltas of one tensor agree, estimated from sketches and samples, as sums that add up.
+"""How deltas of one tensor agree, estimated from samples, as sums that add up.
 
-Between the catalog's statistics and `conflicts`. No weight is read. Errors of blocks are
-independent, so variances add over blocks and tensors, and shares of many blocks are known better
-than those of one.
+Between the catalog's statistics and `conflict_report`. No weight is read. Errors of tensors are
+independent, so variances add, and shares of many samples are known better than those of few.
 
-An inner product is that of two sketches, corrected by what the same sketches make of the two norms,
-which are known: P − β(Q − ‖a‖‖b‖), Q the mean of the sketches' squared norms scaled to ‖a‖‖b‖. For
-a fixed β that is unbiased whatever the deltas are. β = 2ρ/(1 + ρ²) makes the variance least,
-(‖a‖‖b‖)²(1 − ρ²)²/(1 + ρ²)/width, and the result exact for equal deltas. β comes from the cosine ρ
-of all of the tensor's sketches, so that it hardly depends on the block that it corrects. The
-variances are those of normal sketches; those of ±1 signs are never larger.
+Norms are exact, so an inner product is ‖a‖‖b‖ times the cosine ρ of both samples, which is exact
+for equal deltas. Its variance is that of a ratio: the sum of squares of what each sample adds to it
+(the delta method). Where few samples hold most of a delta, n in effect (Kish: the squared sum of
+their squares over the sum of their fourth powers), what was not seen may weigh as much as what was:
+then it is (1 − ρ² + 1/n)/n² more.
 """
 
 from __future__ import annotations
@@ -19,13 +17,11 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from mergepipe_pipeline.arrays import F64Array, U16Array
-from mergepipe_pipeline.domain.stats import SAMPLE_WIDTH, SKETCH_WIDTH, TensorStats, widened
+from mergepipe_pipeline.arrays import F32Array, F64Array, U16Array
+from mergepipe_pipeline.domain.stats import SAMPLE_WIDTH, TensorStats, widened
 
-#: How far bfloat16 sketches turn a cosine, at most; blocks do not average it out.
+#: How far bfloat16 samples turn a cosine, at most; blocks do not average it out.
 _ROUNDING = 2.0**-18
-#: Floats of one batch of per-block matrices in memory.
-_BATCH_ELEMS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,75 +99,54 @@ def sums_of(stats: Sequence[TensorStats | None], block_elems: int) -> Sums:
     """
     present = [t for t in stats if t is not None]
     blocks = max(len(t.block_l2sq) for t in present)
-    norms = np.zeros((blocks, len(stats)))
-    sketches = np.zeros((blocks, len(stats), SKETCH_WIDTH))
+    norms_sq = np.zeros(len(stats))
     samples = np.zeros((len(stats), blocks, SAMPLE_WIDTH), np.uint16)
     for i, t in enumerate(stats):
         if t is not None:
-            finite = np.isfinite(t.block_l2sq)
-            n = len(finite)
-            norms[:n, i] = np.sqrt(np.where(finite, t.block_l2sq, 0.0))
-            sketches[:n, i] = np.where(finite[:, None], widened(t.block_sketch), 0.0)
-            samples[i, :n] = np.where(finite[:, None], t.block_sample, 0)
+            finite = np.isfinite(t.block_l2sq)  # [blocks of this expert]
+            norms_sq[i] = t.block_l2sq[finite].sum()
+            samples[i, : len(finite)] = np.where(finite[:, None], t.block_sample, 0)
     starts = np.arange(blocks) * block_elems
     lengths = np.minimum(block_elems, max(t.numel for t in present) - starts)
-    inner, inner_var, sum_var = _inner(norms, sketches)
-    return Sums(inner, inner_var, sum_var, *_counts(samples, lengths / SAMPLE_WIDTH))
+    weights = np.repeat(lengths / SAMPLE_WIDTH, SAMPLE_WIDTH)  # [samples]: elements of each
+    bits = samples.reshape(len(stats), -1)  # [K, samples]
+    inner, inner_var, sum_var = _inner(np.sqrt(norms_sq), widened(bits), weights)
+    return Sums(inner, inner_var, sum_var, *_counts(bits, weights))
 
 
-def _inner(norms: F64Array, sketches: F64Array) -> tuple[F64Array, F64Array, float]:
-    """`inner`, `inner_var` and `sum_var` from `norms` [B, K] and `sketches` [B, K, width]."""
-    sizes = np.linalg.norm(sketches, axis=2)
-    flat = sketches.transpose(1, 0, 2).reshape(norms.shape[1], -1)
-    products = flat @ flat.T
-    size = np.sqrt(np.diagonal(products))
-    cosine = _ratio(products, np.outer(size, size))
-    beta = 2 * cosine / (1 + np.square(cosine))
-    seen = _ratio(np.square(sizes), norms).T @ norms
-    inner = products - beta * ((seen + seen.T) / 2 - norms.T @ norms)
-    inner_var, sum_var = _variances(norms, _ratio(sketches, sizes[:, :, None]), beta)
+def _inner(
+    norms: F64Array, samples: F32Array, weights: F64Array
+) -> tuple[F64Array, F64Array, float]:
+    """`inner`, `inner_var` and `sum_var` from `norms` [K] and `samples` [K, samples]."""
+    wide = samples.astype(np.float64)
+    sizes = np.sqrt(np.square(wide) @ weights)  # [K]
+    unit = _ratio(wide, sizes[:, None])  # [K, samples], of norm 1 with these weights
+    cosine = (unit * weights) @ unit.T  # [K, K], as all below
+    squares, heavy = np.square(unit), np.square(weights)
+    second, third = (squares * heavy) @ squares.T, (squares * unit * heavy) @ unit.T
+    fourth = np.diagonal(second)  # [K]: one over the samples that count, 0 without any
+    ends = fourth[:, None] + fourth + 2 * second
+    by_sample = second - cosine * (third + third.T) + np.square(cosine) * ends / 4
+    few = np.maximum.outer(*[np.where(sizes > 0, fourth, 1.0)] * 2)
+    unseen = np.square(few) * (1 - np.square(cosine) + few)
+    scale = np.outer(norms, norms)
+    inner_var = np.square(scale) * (np.maximum(by_sample, 0.0) + unseen)
     np.fill_diagonal(inner_var, 0.0)
-    np.fill_diagonal(inner, np.square(norms).sum(axis=0))
+    # What each sample adds to ‖Σδ‖², less its share of the norms that are known.
+    each = norms[:, None] * unit  # [K, samples]
+    added = np.square(each.sum(axis=0)) - (cosine @ norms * norms) @ squares  # [samples]
+    np.fill_diagonal(unseen, 0.0)
+    sum_var = float(heavy @ np.square(added)) + 2 * float((np.square(scale) * unseen).sum())
+    inner = cosine * scale
+    np.fill_diagonal(inner, np.square(norms))
     return inner, inner_var, sum_var
 
 
-def _variances(norms: F64Array, directions: F64Array, beta: F64Array) -> tuple[F64Array, float]:
-    """Variances of inner products and of their sum, from unit sketches `directions` [B, K, width].
+def _counts(bits: U16Array, weights: F64Array) -> tuple[F64Array, F64Array, F64Array, float, float]:
+    """`same`, `both`, `both_sq`, `drawn`, `drawn_sq` from bfloat16 bits [K, samples].
 
-    The sum is tr(CS) of the sketches' products S with C = 11ᵀ − diag(Σⱼ βᵢⱼ‖j‖/‖i‖), and tr(CS) has
-    the variance 2 tr(CGCG)/width, G the true products. With S in place of G that trace would come
-    out too large by what is taken off again (the mean of a Wishart matrix' quadratic form).
+    Each sample stands for so many elements as `weights` [samples] say.
     """
-    count = norms.shape[1]
-    squares, products, crossed = (np.zeros((count, count)) for _ in range(3))
-    trace = 0.0
-    corrections = _ratio(norms @ beta.T, norms)
-    step = max(1, _BATCH_ELEMS // count**2)
-    for at in range(0, len(norms), step):
-        part = slice(at, at + step)
-        scale = norms[part, :, None] * norms[part, None, :]
-        gram = scale * (directions[part] @ directions[part].transpose(0, 2, 1))
-        squares += np.square(scale).sum(axis=0)
-        products += np.square(gram).sum(axis=0)
-        crossed += (scale * gram).sum(axis=0)
-        turned = gram.sum(axis=1, keepdims=True) - corrections[part, :, None] * gram
-        first = np.einsum("bii->b", turned)
-        second = np.einsum("bij,bji->b", turned, turned)
-        unbiased = (second - np.square(first) / SKETCH_WIDTH) / (1 + 1 / SKETCH_WIDTH)
-        trace += float(unbiased.sum())
-    inner_var = (1 + np.square(beta)) * (squares + products) - 4 * beta * crossed
-    return np.maximum(inner_var, 0.0) / SKETCH_WIDTH, max(0.0, 2 * trace / SKETCH_WIDTH)
-
-
-def _counts(
-    samples: U16Array, stands_for: F64Array
-) -> tuple[F64Array, F64Array, F64Array, float, float]:
-    """`same`, `both`, `both_sq`, `drawn`, `drawn_sq` from bfloat16 bits [K, B, SAMPLE_WIDTH].
-
-    Each of block b's samples stands for `stands_for[b]` elements.
-    """
-    weights = np.repeat(stands_for, SAMPLE_WIDTH)
-    bits = samples.reshape(len(samples), -1)
     changed = ((bits & 0x7FFF) != 0).astype(np.float64)
     signs = np.where(bits >> 15, -changed, changed)
     both = (changed * weights) @ changed.T

@@ -153,9 +153,7 @@ def _content(stats: ExpertStats) -> list[list[str]]:
     return sorted(
         [
             t.base_tensor,
-            sha256_hex(
-                np.float64(t.l2sq).tobytes() + t.block_sketch.tobytes() + t.block_sample.tobytes()
-            ),
+            sha256_hex(np.float64(t.l2sq).tobytes() + t.block_sample.tobytes()),
         ]
         for t in stats.tensors
     )

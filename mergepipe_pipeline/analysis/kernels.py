@@ -1,9 +1,8 @@
 """The arithmetic of analysis: one fused pass over a window, compiled.
 
-Measured on one core: 1.7 ns per element of bfloat16 in cache, a third of it for the histogram;
-NumPy needs 3.4 for sums and counts alone, since it reads the window once for each. For bfloat16,
-the usual case, δ is made inside the pass and never written to memory. Sums are taken in float64 in
-lanes of 256 elements, added in order: nothing depends on the CPU's vector length.
+NumPy would read the window once for each figure. For bfloat16, the usual case, δ is made inside the
+pass and never written to memory. Sums are taken in float64 in lanes of 256 elements, added in
+order: nothing depends on the CPU's vector length.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import numpy as np
 from mergepipe_pipeline.analysis.magnitudes import BINS, Room, end_block
 from mergepipe_pipeline.arrays import F32Array, F64Array, I32Array, I64Array, U16Array, U32Array
 from mergepipe_pipeline.domain.blocks import BlockGrid
-from mergepipe_pipeline.domain.stats import HIST_SHIFT, SAMPLE_WIDTH, SKETCH_WIDTH
+from mergepipe_pipeline.domain.stats import HIST_SHIFT, SAMPLE_WIDTH
 from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.operators.kernels.kept_l1 import CHUNK_ELEMS, LANES, subtract
 from mergepipe_pipeline.operators.kernels.splitmix import GAMMA
@@ -26,36 +25,29 @@ _BF16_INFINITY = 0x7F80
 Sums = F64Array
 Peaks = F32Array
 Counts = I64Array
-Sketches = F32Array
 
 
 @cached_njit(nogil=True)
 def describe(
     delta: F32Array,
-    key: np.uint64,
-    first_word: int,
     sums: Sums,
     peaks: Peaks,
     counts: Counts,
     histogram: Counts,
-    sketches: Sketches,
     block_elems: int,
     room: Room,
 ) -> None:
     """Describe `delta`, float32 [chunks · CHUNK_ELEMS], chunk by chunk.
 
-    Fills `sums` [chunks, 2] (Σ|δ|, Σδ²), `peaks` [chunks] (max |δ|), `counts` [chunks, 2] (δ ≠ 0,
-    δ > 0) and `sketches` [chunks, SKETCH_WIDTH]; adds to `histogram` [bins] of bits(|δ|) >>
-    HIST_SHIFT. A sketch adds each element with a random sign to a random lane. The stream `key` has
-    a mixed word for every 64 elements, number `first_word` at the start: element e of the 64 has
-    its bit e as sign and (e + turn) % 64 as lane, the turn from the word mixed again. `room` takes
-    the magnitudes of blocks of `block_elems`.
+    Fills `sums` [chunks, 2] (Σ|δ|, Σδ²), `peaks` [chunks] (max |δ|) and `counts` [chunks]
+    (δ ≠ 0); adds to `histogram` [bins] of bits(|δ|) >> HIST_SHIFT. `room` takes the magnitudes of
+    blocks of `block_elems`.
     """
     even, odd = np.zeros(BINS, np.int32), np.zeros(BINS, np.int32)
     per_block, n_aside = block_elems // CHUNK_ELEMS, 0
     for chunk in range(len(peaks)):
         part = delta[chunk * CHUNK_ELEMS : (chunk + 1) * CHUNK_ELEMS]
-        _describe_chunk(part, key, first_word, chunk, sums, peaks, counts, sketches)
+        _describe_chunk(part, chunk, sums, peaks, counts)
         n_aside = _count_chunk(part, even, odd, n_aside, room.aside[0])
         if (chunk + 1) % per_block == 0 or chunk + 1 == len(peaks):
             block = chunk // per_block
@@ -68,13 +60,10 @@ def describe(
 def describe_bfloat16(
     expert: U16Array,
     base: U16Array,
-    key: np.uint64,
-    first_word: int,
     sums: Sums,
     peaks: Peaks,
     counts: Counts,
     histogram: Counts,
-    sketches: Sketches,
     block_elems: int,
     room: Room,
 ) -> None:
@@ -93,7 +82,7 @@ def describe_bfloat16(
             histogram[0] += CHUNK_ELEMS
         else:
             subtract(expert[start : start + here], base[start : start + here], delta)
-            _describe_chunk(delta, key, first_word, chunk, sums, peaks, counts, sketches)
+            _describe_chunk(delta, chunk, sums, peaks, counts)
             n_aside = _count_chunk(delta, even, odd, n_aside, room.aside[0])
         if (chunk + 1) % per_block == 0 or chunk + 1 == len(peaks):
             block = chunk // per_block
@@ -115,16 +104,7 @@ def _is_equal(expert: U16Array, base: U16Array) -> bool:
 
 
 @cached_njit(nogil=True)
-def _describe_chunk(
-    delta: F32Array,
-    key: np.uint64,
-    first_word: int,
-    chunk: int,
-    sums: Sums,
-    peaks: Peaks,
-    counts: Counts,
-    sketches: Sketches,
-) -> None:
+def _describe_chunk(delta: F32Array, chunk: int, sums: Sums, peaks: Peaks, counts: Counts) -> None:
     l1, l2 = np.zeros(LANES), np.zeros(LANES)
     for at in range(0, CHUNK_ELEMS, LANES):
         for lane in range(LANES):
@@ -136,24 +116,10 @@ def _describe_chunk(
         total += l1[lane]
         square += l2[lane]
     sums[chunk, 0], sums[chunk, 1] = total, square
-    counts[chunk, 0], counts[chunk, 1] = _nonzero_and_positive(delta)
+    counts[chunk] = _nonzero(delta)
     peaks.view(np.uint32)[chunk] = _largest_size(delta)
     if np.isnan(square):  # one NaN for all kinds
         peaks[chunk] = np.nan
-    # Each word's elements are turned by a random number of lanes: else a column of large values
-    # would fall into one lane all the way down, and the sketch would be as good as one lane.
-    turned = np.zeros(2 * SKETCH_WIDTH, np.float32)
-    for word in range(CHUNK_ELEMS // SKETCH_WIDTH):
-        number = np.uint64(first_word + chunk * (CHUNK_ELEMS // SKETCH_WIDTH) + word)
-        signs = mixed(key + number * GAMMA)
-        turn = np.int64(mixed(signs) & np.uint64(SKETCH_WIDTH - 1))
-        lanes = turned[turn : turn + SKETCH_WIDTH]
-        at = word * SKETCH_WIDTH
-        for i in range(SKETCH_WIDTH):
-            d = delta[at + i]
-            lanes[i] += -d if (signs >> np.uint64(i)) & 1 else d
-    for i in range(SKETCH_WIDTH):
-        sketches[chunk, i] += turned[i] + turned[i + SKETCH_WIDTH]
 
 
 @cached_njit(nogil=True)
@@ -171,13 +137,12 @@ def _largest_size(delta: F32Array) -> np.uint32:
 
 
 @cached_njit(nogil=True)
-def _nonzero_and_positive(delta: F32Array) -> tuple[int, int]:
-    """How many δ ≠ 0, and how many δ > 0."""
-    nonzero, positive = np.uint32(0), np.uint32(0)
+def _nonzero(delta: F32Array) -> int:
+    """How many δ ≠ 0."""
+    nonzero = np.uint32(0)
     for i in range(CHUNK_ELEMS):
         nonzero = np.uint32(nonzero + np.uint32(delta[i] != 0))
-        positive = np.uint32(positive + np.uint32(delta[i] > 0))
-    return int(nonzero), int(positive)
+    return int(nonzero)
 
 
 @cached_njit(nogil=True)

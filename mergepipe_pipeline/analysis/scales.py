@@ -29,8 +29,8 @@ from mergepipe_pipeline.operators.kernels.kept_l1 import (
     kept_l1_bfloat16,
     l1_scale,
 )
+from mergepipe_pipeline.operators.kernels.nth_tie import closed
 from mergepipe_pipeline.operators.steps import sparsify
-from mergepipe_pipeline.operators.steps.open_trim import Run, closed
 from mergepipe_pipeline.operators.steps.random import keep_below, stream_key
 
 Pair = tuple[str, str]
@@ -83,7 +83,7 @@ def _closed(
         start = rule.tie_stop_elem
 
         def close(window: DeltaWindow) -> TrimRule:
-            return closed(rule, [Run(start, window.values[start - window.start_elem :])])
+            return closed(rule, window.values[start - window.start_elem :])
 
         (closed_rule,) = reader.deltas(view, base_view, close, only=start // reader.window_elems)
         return closed_rule

@@ -30,7 +30,6 @@ from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.domain.segments import KnownSegments, Segments, levels_for
 from mergepipe_pipeline.domain.stats import (
     SAMPLE_WIDTH,
-    SKETCH_WIDTH,
     Magnitudes,
     TensorStats,
     narrowed,
@@ -56,7 +55,6 @@ class _Figures:
     sums: F64Array
     peaks: F32Array
     counts: I64Array
-    sketches: F32Array
     samples: U16Array
     histogram: I64Array
     magnitudes: Magnitudes | None
@@ -139,7 +137,7 @@ def _streamed(
 
 
 def _key(base_tensor: str) -> np.uint64:
-    """The stream of signs of a tensor of the base: equal for all experts, so they compare."""
+    """The stream that draws samples of a tensor of the base: equal for all experts."""
     return np.uint64(int(sha256_hex(f"sketch:{base_tensor}".encode())[:16], 16))
 
 
@@ -194,9 +192,8 @@ class _Table:
     def __init__(self, view: TensorView, base: TensorView, grid: BlockGrid) -> None:
         self._view, self._base, self._grid = view, base, grid
         self._histogram: I64Array | None = None
-        self._sums, self._counts = [np.zeros((0, 2))], [np.zeros((0, 2), np.int64)]
+        self._sums, self._counts = [np.zeros((0, 2))], [np.zeros(0, np.int64)]
         self._peaks = [np.zeros(0, np.float32)]
-        self._sketches = [np.zeros((0, SKETCH_WIDTH), np.float32)]
         self._samples = [np.zeros((0, SAMPLE_WIDTH), np.uint16)]
         self._magnitudes: list[Magnitudes] | None = []
         self.segments: list[tuple[bytes, ...]] = []
@@ -206,12 +203,10 @@ class _Table:
         if self._histogram is None:  # families wait in line, and this is most of what they hold
             self._histogram = np.zeros(BINS, dtype=np.int64)
         self._histogram += figures.histogram
-        # Only figures may pile up: bytes and tables are the next window's. A window holds whole
-        # blocks (but for the tensor's last one), so its sketches are added up at once.
+        # Only figures may pile up: bytes and tables are the next window's.
         self._sums.append(figures.sums)
         self._peaks.append(figures.peaks)
         self._counts.append(figures.counts)
-        self._sketches.append(_per_block(figures.sketches, self._grid, np.add))
         self._samples.append(figures.samples)
         self.segments.append(figures.segments)
         if figures.magnitudes is None:
@@ -239,14 +234,12 @@ class _Table:
             l1=math.fsum(sums[:, 0].tolist()),
             l2sq=math.fsum(sums[:, 1].tolist()),
             max_abs=float(peaks.max(initial=0)),
-            nonzero=int(counts[:, 0].sum()),
+            nonzero=int(counts.sum()),
             hist_bins=occupied.astype(np.uint16),
             hist_counts=histogram[occupied],
             block_l2sq=_per_block(sums[:, 1], grid, np.add),
-            block_nonzero=_per_block(counts[:, 0], grid, np.add),
-            block_positive=_per_block(counts[:, 1], grid, np.add),
+            block_nonzero=_per_block(counts, grid, np.add),
             block_max_abs=_per_block(peaks, grid, np.maximum),
-            block_sketch=narrowed(np.concatenate(self._sketches)),
             block_sample=np.concatenate(self._samples),
             block_magnitudes=None if listed is None else Magnitudes.joined(listed),
             segments=segments,
@@ -259,12 +252,10 @@ def _describe(window: DeltaWindow, key: np.uint64, grid: BlockGrid, numel: int) 
     chunks = -(-window.n // CHUNK_ELEMS)
     sums = np.zeros((chunks, 2))
     peaks = np.zeros(chunks, dtype=np.float32)
-    counts = np.zeros((chunks, 2), dtype=np.int64)
-    sketches = np.zeros((chunks, SKETCH_WIDTH), dtype=np.float32)
+    counts = np.zeros(chunks, dtype=np.int64)
     histogram = np.zeros(BINS, dtype=np.int64)
-    first_word = window.start_elem // 64
     room = room_for(window.n, grid)
-    into = (key, first_word, sums, peaks, counts, histogram, sketches, grid.block_elems, room)
+    into = (sums, peaks, counts, histogram, grid.block_elems, room)
     at = sample_elems(key, grid, window.start_elem, min(numel, window.start_elem + WINDOW_ELEMS))
     at = at[: -(-window.n // grid.block_elems)] - window.start_elem
     samples = np.zeros(at.shape, np.float32)
@@ -278,9 +269,7 @@ def _describe(window: DeltaWindow, key: np.uint64, grid: BlockGrid, numel: int) 
         describe(window.delta, *into)
         samples[here] = window.delta[at[here]]
     histogram[0] -= chunks * CHUNK_ELEMS - window.n  # the padding
-    return _Figures(
-        window, sums, peaks, counts, sketches, narrowed(samples), histogram, room.listed()
-    )
+    return _Figures(window, sums, peaks, counts, narrowed(samples), histogram, room.listed())
 
 
 def _per_block(chunks: npt.NDArray[S], grid: BlockGrid, combine: np.ufunc) -> npt.NDArray[S]:

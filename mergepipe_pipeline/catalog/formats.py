@@ -12,7 +12,7 @@ CHECKPOINTS = "checkpoints/v3"
 #: Digests of a checkpoint's tensors and of their segments, by its id.
 CONTENTS = "contents/v1"
 #: How an expert differs from a base, and facts of whole tensors: a folder by the ids of both.
-FACTS = "facts/v1"
+FACTS = "facts/v2"
 #: Digests of the files beside a checkpoint's weights, by its id.
 SIDE_FILES = "side_files/v2"
 #: At which places files are known to be what the digests say, a folder by a checkpoint's id.

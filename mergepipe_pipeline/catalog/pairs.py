@@ -29,7 +29,7 @@ Fact = tuple[float, ...]
 
 
 class Content(NamedTuple):
-    """All that statistics follow from: the bytes compared, and the name that draws the signs."""
+    """All that statistics follow from: the bytes compared, and the name that draws the samples."""
 
     digest: str
     base_digest: str
@@ -60,7 +60,7 @@ class PairFacts:
     def stats(self, block_elems: int, *, without: Collection[str] = ()) -> ExpertStats:
         """The statistics, without magnitudes.
 
-        `without` names what stays empty ("sketch", "sample", "hist"): that is most of the bytes.
+        `without` names what stays empty ("sample", "hist"): that is most of the bytes.
         """
         columns = tables.columns_without(without)
         found = (t for part in self._read(block_elems, columns) for t in tables.decode_stats(part))

@@ -14,7 +14,6 @@ from mergepipe_pipeline.arrays import I64Array, U16Array
 from mergepipe_pipeline.catalog.arrow_tables import Key, encode_groups
 from mergepipe_pipeline.domain.stats import (
     SAMPLE_WIDTH,
-    SKETCH_WIDTH,
     ExpertStats,
     Magnitudes,
     TensorStats,
@@ -42,16 +41,11 @@ _ARRAYS = {
     "block_l2sq": pa.float64(),
     "block_max_abs": pa.float32(),
     "block_nonzero": pa.int64(),
-    "block_positive": pa.int64(),
 }
 #: Rows of so many numbers of 16 bits: in Parquet, these would take 32.
-_ROWS = {"block_sketch": SKETCH_WIDTH, "block_sample": SAMPLE_WIDTH}
+_ROWS = {"block_sample": SAMPLE_WIDTH}
 #: What `without` names, as columns.
-_COLUMNS = {
-    "sketch": ("block_sketch",),
-    "sample": ("block_sample",),
-    "hist": ("hist_bins", "hist_counts"),
-}
+_COLUMNS = {"sample": ("block_sample",), "hist": ("hist_bins", "hist_counts")}
 #: Null where they are not known; entries per block, and all of the tensor's.
 MAGNITUDES = {"entries": pa.uint32(), "bits": pa.uint32(), "counts": pa.uint32()}
 
@@ -70,7 +64,7 @@ _GROUP_NBYTES = 1 << 22
 def encode_stats(stats: ExpertStats) -> bytes:
     """Parquet bytes of statistics: what is read alone lies together."""
     paths = {f.name: f.name + (".list.element" if f.type.num_fields else "") for f in PAIR_STATS}
-    # Sketches and samples are noise, which compression only makes slower to read. Of sorted numbers
+    # Samples are noise, which compression only makes slower to read. Of sorted numbers
     # the upper bytes are nearly all alike: side by side they take no room. lz4 is read three times
     # as fast as zstd, which takes two thirds of the room.
     kinds = dict.fromkeys(_ROWS, "none") | dict.fromkeys(MAGNITUDES, "lz4")
@@ -89,7 +83,7 @@ def _groups(tensors: Sequence[TensorStats]) -> Iterator[tuple[Key, pa.Table]]:
     for number, t in enumerate(tensors, 1):
         some.append(t)
         m = t.block_magnitudes
-        nbytes += t.block_sketch.nbytes + t.block_sample.nbytes + (m.bits.nbytes * 2 if m else 0)
+        nbytes += t.block_sample.nbytes + (m.bits.nbytes * 2 if m else 0)
         if nbytes >= _GROUP_NBYTES or number == len(tensors):
             yield tuple((t.tensor, t.base_tensor) for t in some), _table(some)
             some, nbytes = [], 0
@@ -123,7 +117,7 @@ def _packed(rows: U16Array) -> pa.FixedSizeBinaryArray:
 
 
 def columns_without(without: Collection[str] = ()) -> list[str]:
-    """The columns to read of statistics without some ("sketch", "sample", "hist")."""
+    """The columns to read of statistics without some ("sample", "hist")."""
     left = {column for name in without for column in _COLUMNS[name]} | MAGNITUDES.keys()
     return [name for name in PAIR_STATS.names if name not in left]
 

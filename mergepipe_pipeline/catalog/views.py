@@ -166,21 +166,18 @@ VIEWS = {
             "l2sq": "Σδ² over the block",
             "max_abs": "max |δ|",
             "nonzero": "elements with δ ≠ 0; 0 for a block that need not be read",
-            "positive": "elements with δ > 0",
         },
         "stat_files",
-        of_lists=_BLOCKS
-        | {name: f"block_{name}" for name in ("l2sq", "max_abs", "nonzero", "positive")},
+        of_lists=_BLOCKS | {name: f"block_{name}" for name in ("l2sq", "max_abs", "nonzero")},
     ),
-    "block_sketches": View(
-        "one row per block of an analysed expert: what conflicts are estimated from",
+    "block_samples": View(
+        "one row per block of an analysed expert: what conflicts and errors are estimated from",
         _BLOCK
         | {
-            "sketch": "random-sign sums of δ: bfloat16, little-endian bytes",
             "sample": "δ at fixed elements: bfloat16, little-endian bytes",
         },
         "stat_files",
-        of_lists=_BLOCKS | {"sketch": "block_sketch", "sample": "block_sample"},
+        of_lists=_BLOCKS | {"sample": "block_sample"},
     ),
     "facts": View(
         "one row per tensor and fact that an operator asked for, or that `compare` measured",

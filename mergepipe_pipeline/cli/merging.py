@@ -205,10 +205,10 @@ def _stage_lines(resolved: ResolvedRecipe, packed: PackedCost | None) -> tuple[s
 def plan(console: Console, recipe: str, **planning: Any) -> None:
     """Decide what to read under the budget, and print the bound on what that costs."""
     from mergepipe_pipeline.execution.egress import egress_of_plan
-    from mergepipe_pipeline.execution.planning import make_plan
+    from mergepipe_pipeline.execution.stages import plan_in_stages
     from mergepipe_pipeline.verbs.explain import read_shares
 
-    made = of_recipe(console, recipe, planning, make_plan, progress=console.progress)
+    made = of_recipe(console, recipe, planning, plan_in_stages, progress=console.progress)
     egress = egress_of_plan(made)
     e = made.estimates
     console.warn(*made.warnings)

@@ -32,8 +32,8 @@ from mergepipe_pipeline.demo.family import (
 from mergepipe_pipeline.demo.skills import SKILLS, score
 from mergepipe_pipeline.deploy.instance import prepare_instance
 from mergepipe_pipeline.errors import MergePipeError
-from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_plan
+from mergepipe_pipeline.execution.stages import plan_in_stages
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.storage.atomic import remove_tree
 from mergepipe_pipeline.warehouse import Warehouse
@@ -222,7 +222,7 @@ def _merge(
 ) -> tuple[dict[str, Any], Scored]:
     """The merge of all skills under a budget: its weights, and a row without an error."""
     raw = load_recipe(warehouse.recipe_path(RECIPE), warehouse)
-    plan = make_plan(
+    plan = plan_in_stages(
         warehouse, raw, relative_to=warehouse.recipes, budget=budget, no_packs=no_packs
     )
     folder = Path(run_plan(warehouse, plan).snapshot.path)

@@ -5,6 +5,7 @@ Made by `recipe`, read by the verbs. One `TensorRecipe` per output tensor holds 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Literal
@@ -117,6 +118,16 @@ class TensorRecipe:
         """(model, tensor) of all that it is made of, the base's last."""
         inputs = tuple((i.model, i.tensor) for i in self.inputs)
         return (*inputs, (self.base.model, self.base.tensor)) if self.base else inputs
+
+
+def pairs_of(tensors: Iterable[TensorRecipe]) -> dict[tuple[int, int], list[tuple[str, str]]]:
+    """By numbers of models, (expert's, base's): the pairs of their tensors that are merged."""
+    pairs: dict[tuple[int, int], dict[tuple[str, str], None]] = {}
+    for t in tensors:
+        if t.base is not None:
+            for i in t.inputs:
+                pairs.setdefault((i.model, t.base.model), {})[i.tensor, t.base.tensor] = None
+    return {numbers: list(of) for numbers, of in pairs.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,6 @@ from mergepipe_pipeline.arrays import F32Array, F64Array, I64Array, U16Array, U3
 from mergepipe_pipeline.bfloat16 import NAN_BITS, nearest
 from mergepipe_pipeline.domain.segments import Segments
 
-#: Width of a block's sketch: the inner product of two blocks is estimated with a standard error of
-#: at most ‖a‖‖b‖·sqrt(2/width), and errors of different blocks are independent.
-SKETCH_WIDTH = 64
 #: Elements of every block whose deltas are kept, the same for all experts of a base's tensor.
 SAMPLE_WIDTH = 64
 #: A magnitude's histogram bin is its float32 pattern without sign, shifted by this many bits.
@@ -54,11 +51,9 @@ class TensorStats:
     with `dtype` and `base_dtype` (safetensors codes) they say what was compared.
 
     `hist_bins` (uint16, ascending) and `hist_counts` (int64): occupied bins of bits(|δ|) >> 16.
-    `block_*`: one entry per block of the grid; `block_positive` counts δ > 0. `block_sketch`:
-    [blocks, SKETCH_WIDTH], random-sign projections (Johnson-Lindenstrauss), so that inner products
-    of sketches of two experts' blocks estimate those of their deltas. `block_sample`: [blocks,
-    SAMPLE_WIDTH], δ at elements that are spread evenly and equal for all experts, so that whatever
-    works element by element can be tried on them. Both are bfloat16 as uint16; see `widened`.
+    `block_*`: one entry per block of the grid. `block_sample`: [blocks, SAMPLE_WIDTH],
+    δ at elements that are spread evenly and equal for all experts, so that whatever works element
+    by element can be tried on them: bfloat16 as uint16; see `widened`.
 
     `block_magnitudes` are known of what analysis just found, where nearly all |δ| are bfloat16
     numbers; the catalog gives them only to who asks. `segments` and `base_segments`, likewise, are
@@ -81,8 +76,6 @@ class TensorStats:
     block_l2sq: F64Array
     block_max_abs: F32Array
     block_nonzero: I64Array
-    block_positive: I64Array
-    block_sketch: U16Array
     block_sample: U16Array
     block_magnitudes: Magnitudes | None = None
     segments: tuple[Segments, ...] = field(default=(), compare=False)

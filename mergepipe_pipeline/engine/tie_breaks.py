@@ -7,8 +7,7 @@ before it in that block. They wait for each other to count, not to read or to me
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,14 +15,23 @@ from mergepipe_pipeline.arrays import F32Array
 from mergepipe_pipeline.concurrency.workers import Sequencer
 from mergepipe_pipeline.domain.blocks import clip
 from mergepipe_pipeline.domain.plan import ExpertInput, TensorTask, TrimRule
-from mergepipe_pipeline.domain.ties import TieBreaker
 from mergepipe_pipeline.operators.kernels.bits import Stored, subtract, times
 from mergepipe_pipeline.operators.kernels.merge_tiles import ABSENT, STORED, TILE_ELEMS
 
 #: An expert's number, and which of its rules: 0 for `trim`, 1 for `outliers`.
 RuleKey = tuple[int, int]
-#: As `domain.ties.FindTie`, after an expert's number.
-FindExpertTie = Callable[[int, int, int, int, int], tuple[int, int]]
+#: Given an expert's number, the threshold's bits, elements [start, stop) and n: the place of the
+#: nth tie, counted from start, and n; or −1 where there are fewer, and how many there are.
+FindTie = Callable[[int, int, int, int, int], tuple[int, int]]
+
+
+@dataclass
+class _OpenRule:
+    """A rule, how many of its ties are left to keep, and how far its block is counted."""
+
+    rule: TrimRule
+    left: int
+    counted: Sequencer
 
 
 class TieBreakers:
@@ -34,7 +42,7 @@ class TieBreakers:
 
     def __init__(self, task: TensorTask) -> None:
         self._rules = {
-            (number, which): (rule, TieBreaker(rule), Sequencer(rule.tie_stop_elem))
+            (number, which): _OpenRule(rule, rule.ties_after, Sequencer(rule.tie_stop_elem))
             for number, e in enumerate(task.experts)
             for which, rule in enumerate((e.trim, e.outliers))
             if rule is not None and rule.is_open and _changes(e, rule)
@@ -43,28 +51,31 @@ class TieBreakers:
     def __bool__(self) -> bool:
         return bool(self._rules)
 
-    def stops(self, start_elem: int, stop_elem: int, find: FindExpertTie) -> Mapping[RuleKey, int]:
+    def stops(self, start_elem: int, stop_elem: int, find: FindTie) -> Mapping[RuleKey, int]:
         """Up to which element ties are kept, of each rule that keeps some in [start, stop).
 
         Waits for the windows before it in their blocks. Raises CancelledError if `cancel` is
         called.
         """
         stop_by_rule = {}
-        for key, (rule, breaker, sequencer) in self._rules.items():
+        for key, ties in self._rules.items():
+            rule = ties.rule
             a, b = max(start_elem, rule.tie_stop_elem), min(stop_elem, rule.ties_until_elem)
             if a >= b:
                 continue
-            sequencer.wait(a)
-            stop = breaker.stop_elem(a, b, partial(find, key[0]))
-            if stop is not None:
-                stop_by_rule[key] = stop
-            sequencer.advance(b)
+            ties.counted.wait(a)
+            if ties.left:
+                place, count = find(key[0], rule.threshold_bits, a, b, ties.left)
+                # Too few ties: all are kept, and the next window is looked at.
+                stop_by_rule[key] = b if place < 0 else a + place + 1
+                ties.left -= count
+            ties.counted.advance(b)
         return stop_by_rule
 
     def cancel(self) -> None:
         """End the waiting of all windows, because the run ends."""
-        for _, _, sequencer in self._rules.values():
-            sequencer.cancel()
+        for ties in self._rules.values():
+            ties.counted.cancel()
 
 
 def _changes(e: ExpertInput, rule: TrimRule) -> bool:
@@ -87,7 +98,7 @@ def with_stops(task: TensorTask, stops: Mapping[RuleKey, int]) -> TensorTask:
 
 
 def nth_in(expert: Stored, base: Stored | None, bits: int, nth: int) -> tuple[int, int]:
-    """As `domain.ties.FindTie`, in elements of an expert less those of a base."""
+    """As `FindTie`, in elements of an expert less those of a base."""
     from mergepipe_pipeline.operators.kernels.nth_tie import nth_tie
 
     base_elems = np.empty(0, expert.dtype) if base is None else base

@@ -32,7 +32,8 @@ T = TypeVar("T")
 
 def store_plan(warehouse: Warehouse, plan: MergePlan) -> None:
     """Write a plan, sealed, under its id; its folders by named roots. Raises StorageFullError."""
-    write_atomic(warehouse.plan_path(plan.plan_id), _recorded(warehouse, plan))
+    data = _recorded(warehouse, plan)
+    write_atomic(warehouse.plan_path(plan.plan_id), data)
 
 
 def store_working_plan(warehouse: Warehouse, recipe: str, plan: MergePlan) -> str:

@@ -28,13 +28,15 @@ from mergepipe_pipeline.domain.pack import (
 from mergepipe_pipeline.domain.stats import HIST_SHIFT, TensorStats
 from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.dtypes import itemsize
-from mergepipe_pipeline.execution.packs import READ_BYTES_PER_S, known_digests
-from mergepipe_pipeline.facts.tensor_digests import ensure_digests
+from mergepipe_pipeline.execution.packs import known_digests
+from mergepipe_pipeline.facts.tensor_digests import Contents
 from mergepipe_pipeline.packs.contents import packed_contents, packed_names
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.warehouse import Warehouse
 
+#: How fast any disk is taken to be.
+_READ_BYTES_PER_S = 1e9
 #: Seconds of one core to pack an element: both models read and compared, all tiers encoded, the
 #: exact ones decoded again, hashed and written.
 _ENCODE_ELEM_S = 25e-9
@@ -47,7 +49,7 @@ def contents_of(
 ) -> tuple[TensorContent, ...]:
     """What a pack of an expert against a base is made from; computes missing digests."""
     digests, base_digests = (
-        [ensure_digests(warehouse, c, progress) for c in model.checkpoints]
+        [Contents(warehouse, c, progress).digests() for c in model.checkpoints]
         for model in (expert, base)
     )
     return packed_contents(expert, base, digests, base_digests)
@@ -64,7 +66,6 @@ class PackEstimate:
     name: str
     base: str
     tier_nbytes: Mapping[Tier, int]
-    packed_nbytes: int
     expert_nbytes: int
     seconds: float
     pays_back_after: int | None
@@ -97,7 +98,6 @@ def estimate_pack(
         expert.name,
         base.name,
         sizes,
-        nbytes,
         expert.checkpoint.nbytes,
         _packing_s(n_elems, nbytes),
         pays_back_after(n_elems, nbytes, sizes),
@@ -112,18 +112,18 @@ def pays_back_after(n_elems: int, nbytes: int, tier_nbytes: Mapping[Tier, int]) 
     saved_nbytes = nbytes - sum(tier_nbytes.get(tier, nbytes) for tier in TIERS_OF["X"])
     if saved_nbytes <= 0:
         return None
-    return max(1, ceil(_packing_s(n_elems, nbytes) * READ_BYTES_PER_S / saved_nbytes))
+    return max(1, ceil(_packing_s(n_elems, nbytes) * _READ_BYTES_PER_S / saved_nbytes))
 
 
 def _packing_s(n_elems: int, nbytes: int) -> float:
-    read_s = 2 * nbytes / READ_BYTES_PER_S  # the expert and its base
+    read_s = 2 * nbytes / _READ_BYTES_PER_S  # the expert and its base
     return max(n_elems * _ENCODE_ELEM_S / threads.analysis(), read_s)
 
 
 def _stats(warehouse: Warehouse, expert: Model, base: Model) -> dict[str, TensorStats]:
     """What the catalog knows of an expert's tensors, by name, without reading any."""
     facts = warehouse.catalog.facts(base.model_id, expert.model_id)
-    stats = facts.stats(grid_for(base, None).block_elems, without=("sketch", "sample"))
+    stats = facts.stats(grid_for(base, None).block_elems, without=("sample",))
     return {t.tensor: t for t in stats.tensors if t.tensor == t.base_tensor}
 
 

@@ -16,14 +16,13 @@ from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.domain.model import Model, view_digest
 from mergepipe_pipeline.domain.pack import TIERS, TIERS_OF, PackSource, TensorContent
-from mergepipe_pipeline.domain.recipe import TensorRecipe
+from mergepipe_pipeline.domain.recipe import TensorRecipe, pairs_of
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.contents import packed_contents
 from mergepipe_pipeline.packs.store import Pack, warn_damaged
 from mergepipe_pipeline.planner.packed_rows import (
     PackedRow,
     PackGrid,
-    PackPace,
     Packs,
     pack_grid,
     packed_row,
@@ -37,31 +36,16 @@ Pair = tuple[str, str]
 #: Of each checkpoint of a model.
 Digests = Sequence[Mapping[str, str]]
 
-#: How fast any machine is taken to be, as plans follow from it. Bytes per second of a disk, cores,
-#: and seconds of a core for an element of an exact level, of zstd and the base's bits added: what
-#: merges of 20 models of 0.6B in bfloat16 take on two busy cores, less merging, is 1.8 to 2.2 ns;
-#: and to merge an element of an expert, by the usual methods.
-READ_BYTES_PER_S = 1e9
-_CORES = 4
-_DECODE_ELEM_S = 2.1e-9
-_MERGE_ELEM_S = 1.0e-9
-_PACE = PackPace(
-    read_bytes_per_s=READ_BYTES_PER_S,
-    decode_elem_s=_DECODE_ELEM_S / _CORES,
-    merge_elem_s=_MERGE_ELEM_S / _CORES,
-)
-
 
 @dataclass(frozen=True, slots=True)
 class PackedCost:
-    """What packs spare a merge: of `experts` that have one, `packed_elems` elements are in packs.
+    """What packs spare a merge, of which `experts` have one.
 
     An exact merge reads at most `exact_nbytes` of all experts, each tensor from where it is fewer
     bytes; less where tier X20 is enough, which only thresholds tell.
     """
 
     experts: int
-    packed_elems: int
     exact_nbytes: int
 
 
@@ -100,15 +84,12 @@ def find_packs(
         each = workers.map(partial(_rows, grid=blocks), packs)
         for served, packed_rows in zip(packs, each, strict=True):
             if packed_rows:
-                number, is_alone = len(sources), models[served.numbers[0]].checkpoint.is_offline
-                rows[served.numbers] = {
-                    pair: replace(row, pack=number, is_alone=is_alone)
-                    for pair, row in packed_rows.items()
-                }
+                number = len(sources)
+                rows[served.numbers] = {p: replace(r, pack=number) for p, r in packed_rows.items()}
                 sources.append(served.pack.source)
     if not rows:
         return None
-    return Packs(sources=tuple(sources), grid=blocks, rows=rows, pace=_PACE)
+    return Packs(sources=tuple(sources), grid=blocks, rows=rows)
 
 
 def packed_cost(
@@ -121,7 +102,7 @@ def packed_cost(
     stored = [i for t in merged for i in t.inputs]
     exact_nbytes = sum(models[i.model].views[i.tensor].nbytes for i in stored)
     uses = Counter((i.model, t.base.model, i.tensor) for t in merged if t.base for i in t.inputs)
-    experts, elems = set(), 0
+    experts = set()
     for served in _served(warehouse, models, merged, originals):
         expert, base = served.numbers
         for row in served.pack.index.rows:
@@ -129,10 +110,9 @@ def packed_cost(
             for tensor, _ in served.of(row.content):
                 view, count = models[expert].views[tensor], uses[expert, base, tensor]
                 experts.add(expert)
-                elems += count * view.numel
                 if "X" in served.pack.tiers:
                     exact_nbytes -= count * max(0, view.nbytes - nbytes)
-    return PackedCost(len(experts), elems, exact_nbytes) if experts else None
+    return PackedCost(len(experts), exact_nbytes) if experts else None
 
 
 def known_digests(warehouse: Warehouse, model: Model) -> Digests | None:
@@ -154,13 +134,8 @@ def _served(
     """
     if not warehouse.packs.ids():
         return
-    pairs: dict[Numbers, dict[Pair, None]] = {}
-    for t in merged:
-        for i in t.inputs:
-            if t.base is not None:
-                pairs.setdefault((i.model, t.base.model), {})[i.tensor, t.base.tensor] = None
     digests: dict[int, Digests | None] = {}
-    for numbers, tensors in pairs.items():
+    for numbers, tensors in pairs_of(merged).items():
         expert, base = packable(*(originals[number] for number in numbers))
         for number, model in zip(numbers, (expert, base), strict=True):
             if number not in digests:

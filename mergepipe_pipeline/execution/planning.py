@@ -1,19 +1,17 @@
-"""The verb `plan`: what will be read for a recipe under its budget, stored by id.
+"""The plan of one recipe: what will be read for it under its budget, stored by id.
 
-Earlier stages of a recipe are merged on the way: a plan names the bytes it reads, so what it reads
-must be there. Their results are snapshots that nothing publishes, found again by content. While a
-merge that follows at once is planned, the disk is idle, and `prefetch_base` reads the base.
+A plan names the bytes it reads, so the stages before a recipe's last are merged first (`stages`).
+While a merge that follows at once is planned, the disk is idle, and `prefetch_base` reads the base.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Unpack
 
-from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.domain.recipe import Budget
@@ -21,41 +19,104 @@ from mergepipe_pipeline.domain.request import RequestedModel
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.execution.gather import gather
 from mergepipe_pipeline.execution.lookup import store_plan
-from mergepipe_pipeline.execution.plan_leases import lease_until_exit
-from mergepipe_pipeline.execution.run import run_plan
-from mergepipe_pipeline.facts.tensor_digests import ensure_digests
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
-from mergepipe_pipeline.resolution.resolve import (
-    Planning,
-    ResolvedRecipe,
-    requested,
-    resolve,
-    resolve_stage,
-)
+from mergepipe_pipeline.resolution.resolve import Planning, ResolvedRecipe, requested, resolve_stage
 from mergepipe_pipeline.storage.source import FetchedAhead, FileRange, open_source
 from mergepipe_pipeline.storage.uncached import fits_page_cache
 from mergepipe_pipeline.warehouse import Warehouse
 
-#: The plan of one stage over the results of those before it, by name.
-Planner = Callable[[ParsedRecipe, Mapping[str, Checkpoint]], MergePlan]
+
+@dataclass(frozen=True)
+class StageResults:
+    """The results of stages by name, and what plans that build on them say of these stages.
+
+    `inexact` are the names of those that were merged in part.
+    """
+
+    checkpoints: Mapping[str, Checkpoint] = field(default_factory=dict)
+    models: tuple[RequestedModel, ...] = ()
+    packs: tuple[str, ...] = ()
+    inexact: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def after(
+        self, name: str, resolved: ResolvedRecipe, plan: MergePlan, result: Checkpoint
+    ) -> StageResults:
+        """Return them with the result of the next stage."""
+        is_whole = resolved.recipe.budget == Budget() or plan.estimates.error_bound == 0
+        return StageResults(
+            {**self.checkpoints, name: result},
+            (*self.models, *plan.request.models),
+            (*self.packs, *plan.request.packs),
+            self.inexact if is_whole else (*self.inexact, name),
+            tuple(dict.fromkeys((*self.warnings, *plan.warnings))),
+        )
+
+    def before(self, resolved: ResolvedRecipe) -> ResolvedRecipe:
+        """Return a last stage whose plan says what was asked and warned of before it."""
+        request = replace(resolved.request, models=self.models, packs=self.packs)
+        warnings = dict.fromkeys((*self.warnings, *resolved.recipe.warnings))
+        if self.inexact:
+            warnings[f"{self.merged_in_part}: an error is of the last stage alone"] = None
+        recipe = replace(resolved.recipe, warnings=tuple(warnings))
+        return replace(resolved, request=request, recipe=recipe)
+
+    @property
+    def merged_in_part(self) -> str:
+        """Which stages were merged in part, for people."""
+        first, *others = self.inexact
+        which = f"stages {', '.join(self.inexact)} were" if others else f"stage {first} was"
+        return f"{which} merged under the budget, too"
 
 
-def run_stages(
+NO_STAGES = StageResults()
+
+
+def make_plan(
     warehouse: Warehouse,
     parsed: ParsedRecipe,
-    plan_stage: Planner,
-    progress: Progress | None,
-) -> dict[str, Checkpoint]:
-    """Stage name to the checkpoint of its result, for all stages before the last."""
-    results: dict[str, Checkpoint] = {}
-    for stage in parsed.before:
-        name = stage.stage or stage.name
-        plan = plan_stage(stage, results)
-        lease_until_exit(warehouse, plan)
-        snapshot = run_plan(warehouse, plan, progress=progress, is_stage=True).snapshot
-        results[name] = open_checkpoint(snapshot.path, name)
-    return results
+    stages: StageResults = NO_STAGES,
+    *,
+    progress: Progress | None = None,
+    **planning: Unpack[Planning],
+) -> MergePlan:
+    """Resolve a recipe on the results of its `stages`, gather what is known, plan, store the plan.
+
+    The `checkpoints` are registered already, and stay so. Raises what `resolve` raises,
+    and BudgetError for a budget that the strategy cannot meet.
+    """
+    resolved = stages.before(resolve_stage(warehouse, parsed, stages.checkpoints, **planning))
+    registered = planning.get("checkpoints") or ()
+    return plan_resolved(warehouse, resolved, stages, progress, registered=registered)
+
+
+def plan_resolved(
+    warehouse: Warehouse,
+    resolved: ResolvedRecipe,
+    stages: StageResults = NO_STAGES,
+    progress: Progress | None = None,
+    *,
+    registered: Collection[str] = (),
+) -> MergePlan:
+    """Return the plan of a checked recipe, stored; what is `registered` by name stays so."""
+    unnamed = {*registered, *stages.checkpoints}
+    inputs = gather(warehouse, resolved, progress, unnamed=unnamed)
+    request = requested(resolved, inputs.digests, stages.checkpoints)
+    plan = inputs.builder().build()
+    if stages.inexact:  # their errors are in this stage's inputs
+        unknown = replace(
+            plan.estimates,
+            error_bound=None,
+            bound_note=stages.merged_in_part,
+            predicted_error=None,
+            predicted_margin=None,
+        )
+        plan = replace(plan, estimates=unknown)
+    packs = (*request.packs, *(p.pack_id for p in plan.packs))
+    plan = replace(plan, request=replace(request, packs=packs))
+    store_plan(warehouse, plan)
+    return plan
 
 
 #: Long, since after each step the thread waits for its turn in the interpreter.
@@ -121,103 +182,3 @@ def _read_ahead(places: _Places, over: threading.Event) -> None:
 
 def _range(entry: TensorEntry) -> FileRange:
     return FileRange(entry.file, entry.start_byte, entry.start_byte + entry.nbytes)
-
-
-def make_plan(
-    warehouse: Warehouse,
-    parsed: ParsedRecipe,
-    *,
-    progress: Progress | None = None,
-    **planning: Unpack[Planning],
-) -> MergePlan:
-    """Resolve the recipe, gather what the planner needs, select blocks, store the plan.
-
-    The `checkpoints` are registered already, and stay so. Raises what `resolve` raises,
-    and BudgetError for a budget that the strategy cannot meet.
-    """
-    resolved, results = resolve_after_stages(warehouse, parsed, progress=progress, **planning)
-    return plan_resolved(
-        warehouse, resolved, progress, unnamed=results, checkpoints=planning.get("checkpoints")
-    )
-
-
-def resolve_after_stages(
-    warehouse: Warehouse,
-    parsed: ParsedRecipe,
-    *,
-    progress: Progress | None = None,
-    **planning: Unpack[Planning],
-) -> tuple[ResolvedRecipe, Mapping[str, Checkpoint]]:
-    """The last stage, checked, and the results of those before it, which are merged now.
-
-    Their warnings are among those of the last stage.
-    """
-
-    models: list[RequestedModel] = []
-    packs: list[str] = []
-    inexact: list[str] = []
-    warnings: dict[str, None] = {}
-
-    def plan_stage(stage: ParsedRecipe, pending: Mapping[str, Checkpoint]) -> MergePlan:
-        resolved = resolve_stage(warehouse, stage, pending, **planning)
-        resolved = replace(resolved, inexact=tuple(inexact))
-        plan = plan_resolved(
-            warehouse, resolved, progress, unnamed=pending, checkpoints=planning.get("checkpoints")
-        )
-        models.extend(plan.request.models)
-        packs.extend(plan.request.packs)
-        if resolved.recipe.budget != Budget() and plan.estimates.error_bound != 0:
-            inexact.append(stage.stage or stage.name)
-        warnings.update(dict.fromkeys(plan.warnings))
-        return plan
-
-    if parsed.before:
-        resolve(warehouse, parsed, **planning)
-    results = run_stages(warehouse, parsed, plan_stage, progress)
-    resolved = resolve_stage(warehouse, parsed, results, **planning)
-    request = replace(resolved.request, models=tuple(models), packs=tuple(packs))
-    warnings.update(dict.fromkeys(resolved.recipe.warnings))
-    if inexact:
-        warnings[f"{_merged_in_part(inexact)}: an error is of the last stage alone"] = None
-    recipe = replace(resolved.recipe, warnings=tuple(warnings))
-    resolved = replace(resolved, request=request, recipe=recipe, inexact=tuple(inexact))
-    return resolved, results
-
-
-def _merged_in_part(stages: Sequence[str]) -> str:
-    which = f"stage {stages[0]} was" if len(stages) == 1 else f"stages {', '.join(stages)} were"
-    return f"{which} merged under the budget, too"
-
-
-def plan_resolved(
-    warehouse: Warehouse,
-    resolved: ResolvedRecipe,
-    progress: Progress | None = None,
-    *,
-    unnamed: Mapping[str, Checkpoint] | None = None,
-    checkpoints: Mapping[str, Checkpoint] | None = None,
-) -> MergePlan:
-    """The plan of a checked recipe, stored. Neither `unnamed` results of stages nor `checkpoints`
-    are registered.
-    """
-    inputs = gather(
-        warehouse, resolved, progress, unnamed={**(checkpoints or {}), **(unnamed or {})}
-    )
-    digests = [
-        [ensure_digests(warehouse, c, progress) for c in m.checkpoints] for m in inputs.models
-    ]
-    request = requested(resolved, inputs.models, digests, unnamed or {})
-    plan = inputs.builder(digests).build()
-    if resolved.inexact:  # their errors are in this stage's inputs
-        unknown = replace(
-            plan.estimates,
-            error_bound=None,
-            bound_note=_merged_in_part(resolved.inexact),
-            predicted_error=None,
-            predicted_margin=None,
-        )
-        plan = replace(plan, estimates=unknown)
-    packs = (*request.packs, *(p.pack_id for p in plan.packs))
-    plan = replace(plan, request=replace(request, packs=packs))
-    store_plan(warehouse, plan)
-    return plan

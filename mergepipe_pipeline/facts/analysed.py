@@ -8,7 +8,7 @@ experts together are in `group`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -24,12 +24,10 @@ from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.facts.input_segments import checkpoint_inputs
 from mergepipe_pipeline.facts.passes import complete
 from mergepipe_pipeline.operators.steps.sparsify import band_counts, trim_count
-from mergepipe_pipeline.planner.kept_sq_norm import Kept, kept_sq_norm
+from mergepipe_pipeline.planner.kept_sq_norm import kept_sq_norm
+from mergepipe_pipeline.planner.parts import Place, TensorFacts
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.warehouse import Warehouse
-
-#: (output tensor, input number) as `planner.parts.TensorFacts` asks.
-Place = tuple[str, int]
 
 
 @dataclass(frozen=True)
@@ -53,17 +51,6 @@ class Sparsified:
     def number(self, name: str) -> float:
         """A parameter of this model."""
         return float(dict(self.model_params)[name])
-
-
-@dataclass
-class FactTables:
-    """Facts by place, filled in kind by kind."""
-
-    trims: dict[Place, TrimRule] = field(default_factory=dict)
-    outliers: dict[Place, TrimRule] = field(default_factory=dict)
-    scales: dict[Place, float] = field(default_factory=dict)
-    l1s: dict[Place, float] = field(default_factory=dict)
-    kept: dict[Place, Kept] = field(default_factory=dict)
 
 
 class AnalysedExpert:
@@ -125,65 +112,65 @@ class AnalysedExpert:
         vars(self).pop("histograms", None)
 
     def add(
-        self, kind: Kind, parts: Sequence[Sparsified], tables: FactTables, *, in_full: bool
+        self, kind: Kind, parts: Sequence[Sparsified], facts: TensorFacts, *, in_full: bool
     ) -> None:
-        """Add the facts of `kind` for all `parts` to `tables`.
+        """Add the facts of `kind` for all `parts` to `facts`.
 
         A merge `in_full` reads every tensor anyway, so it can find for itself what a random drop
         leaves; for a part of it, only a pass beforehand can.
         """
         active = [s for s in parts if 0 < s.density < 1]
         if kind == "trim":
-            self._add_trims(active, tables)
+            self._add_trims(active, facts)
         elif kind == "band":
-            self._add_bands(active, tables)
+            self._add_bands(active, facts)
         rescaled = [s for s in active if _rescales(s.params)]
         if kind == "drop" and in_full:
-            self._leave_scales_open(rescaled, tables)
+            self._leave_scales_open(rescaled, facts)
         elif rescaled and kind != "none":
-            self._add_scales(kind, rescaled, tables)
+            self._add_scales(kind, rescaled, facts)
 
-    def add_sq_norms(self, kind: Kind, parts: Sequence[Sparsified], tables: FactTables) -> None:
+    def add_sq_norms(self, kind: Kind, parts: Sequence[Sparsified], facts: TensorFacts) -> None:
         """Add what rules keep of the squared norm.
 
         Call it after `add`, where a part of a merge is weighed.
         """
         for s in (s for s in parts if 0 < s.density < 1 and kind in ("trim", "band")):
-            rules = tables.trims.get(s.place), tables.outliers.get(s.place)
-            tables.kept[s.place] = kept_sq_norm(self._with_histogram(s.pair), self.grid, *rules)
+            rules = facts.trims.get(s.place), facts.outliers.get(s.place)
+            facts.kept[s.place] = kept_sq_norm(self._with_histogram(s.pair), self.grid, *rules)
 
     def _of(self, pair: Pair) -> TensorStats:
         """Statistics of a tensor; blocks and histogram may be missing."""
-        stats = self._stats[1] if self._stats else self.stats(("sketch", "sample", "hist"))
+        stats = self._stats[1] if self._stats else self.stats(("sample", "hist"))
         return stats.by_pair[pair]
 
     def _with_histogram(self, pair: Pair) -> TensorStats:
         bins, counts = self.histograms[pair]
         return replace(self._of(pair), hist_bins=bins, hist_counts=counts)
 
-    def _add_trims(self, parts: Sequence[Sparsified], tables: FactTables) -> None:
+    def _add_trims(self, parts: Sequence[Sparsified], facts: TensorFacts) -> None:
         keeps = {s: trim_count(s.numel, s.density) for s in parts}
         for s, rule in self._rules(keeps, "thresholds").items():
-            tables.trims[s.place] = rule
+            facts.trims[s.place] = rule
 
-    def _add_bands(self, parts: Sequence[Sparsified], tables: FactTables) -> None:
+    def _add_bands(self, parts: Sequence[Sparsified], facts: TensorFacts) -> None:
         counts = {s: band_counts(s.numel, s.density, s.number("gamma")) for s in parts}
         above = {s: outliers for s, (_, outliers) in counts.items() if outliers}
         for s, rule in self._rules({s: c for s, (c, _) in counts.items()}, "thresholds").items():
-            tables.trims[s.place] = rule
+            facts.trims[s.place] = rule
         for s, rule in self._rules(above, "outlier bounds").items():
-            tables.outliers[s.place] = rule
+            facts.outliers[s.place] = rule
 
     def _rules(self, keeps: Mapping[Sparsified, int], label: str) -> dict[Sparsified, TrimRule]:
         """The rule that keeps so many of each tensor's largest |δ|."""
         by_key = {s: f"{_name(s.pair)}#{keep}" for s, keep in keeps.items()}
         # A cut may be open by a block, and blocks are of the grid.
         of_grid = f"keep-largest-b{self.grid.block_elems}"
-        facts = self._facts.fact(of_grid) | self._facts.fact("keep-largest")
-        missing = {s: keep for s, keep in keeps.items() if by_key[s] not in facts}
+        known = self._facts.fact(of_grid) | self._facts.fact("keep-largest")
+        missing = {s: keep for s, keep in keeps.items() if by_key[s] not in known}
         if missing:
             listed = {by_key[s]: astuple(rule) for s, rule in self._listed(missing)}
-            facts |= self._remember(of_grid, listed)
+            known |= self._remember(of_grid, listed)
             missing = {s: keep for s, keep in missing.items() if by_key[s] not in listed}
 
         def rules(batch: Mapping[Sparsified, int], **reading: Any) -> dict[str, Fact]:
@@ -194,8 +181,8 @@ class AnalysedExpert:
             both = ((by_key[s], found[s.pair]) for s in batch)
             return {key: (rule.threshold_bits, rule.tie_stop_elem) for key, rule in both}
 
-        facts |= self._remember("keep-largest", self._read(label, missing, rules))
-        return {s: TrimRule(*map(int, facts[by_key[s]])) for s in keeps}
+        known |= self._remember("keep-largest", self._read(label, missing, rules))
+        return {s: TrimRule(*map(int, known[by_key[s]])) for s in keeps}
 
     def _listed(self, keeps: Mapping[Sparsified, int]) -> Iterator[tuple[Sparsified, TrimRule]]:
         """The rules that follow from what the catalog knows. Reads no weight."""
@@ -222,26 +209,26 @@ class AnalysedExpert:
             self.complete()
             yield from self._facts.magnitudes(elems, missing)
 
-    def _leave_scales_open(self, parts: Sequence[Sparsified], tables: FactTables) -> None:
+    def _leave_scales_open(self, parts: Sequence[Sparsified], facts: TensorFacts) -> None:
         for s in parts:
-            tables.scales[s.place] = 1 / s.density
-            tables.l1s[s.place] = self._of(s.pair).l1
+            facts.scales[s.place] = 1 / s.density
+            facts.l1s[s.place] = self._of(s.pair).l1
 
-    def _add_scales(self, kind: Kind, parts: Sequence[Sparsified], tables: FactTables) -> None:
+    def _add_scales(self, kind: Kind, parts: Sequence[Sparsified], facts: TensorFacts) -> None:
         by_key = {s: _scale_key(kind, s) for s in parts}
-        facts = self._facts.fact(f"l1-{kind}")
-        missing = {s: 0 for s in parts if by_key[s] not in facts}
+        known = self._facts.fact(f"l1-{kind}")
+        missing = {s: 0 for s in parts if by_key[s] not in known}
 
         def scales(batch: Mapping[Sparsified, int], **reading: Any) -> dict[str, Fact]:
             from mergepipe_pipeline.analysis.scales import l1_scales
 
-            tasks = {s.pair: (self._of(s.pair).l1, self._task(s, tables)) for s in batch}
+            tasks = {s.pair: (self._of(s.pair).l1, self._task(s, facts)) for s in batch}
             found = l1_scales(self.expert, self.base, tasks, kind, **reading)
             return {by_key[s]: (found[s.pair],) for s in batch}
 
-        facts |= self._remember(f"l1-{kind}", self._read("rescale factors", missing, scales))
+        known |= self._remember(f"l1-{kind}", self._read("rescale factors", missing, scales))
         for s in parts:
-            (tables.scales[s.place],) = facts[by_key[s]]
+            (facts.scales[s.place],) = known[by_key[s]]
 
     def _read(
         self,
@@ -264,7 +251,7 @@ class AnalysedExpert:
                 fresh |= find(batch, known=inputs, progress=advance)
         return fresh
 
-    def _task(self, s: Sparsified, tables: FactTables) -> TensorTask:
+    def _task(self, s: Sparsified, facts: TensorFacts) -> TensorTask:
         """The task as the engine will see it, for this expert alone."""
         view = self.expert.views[s.pair[0]]
         expert = ExpertInput(
@@ -274,8 +261,8 @@ class AnalysedExpert:
             params=s.model_params,
             covered=((0, view.numel),),
             read=((0, view.numel),),
-            trim=tables.trims.get(s.place),
-            outliers=tables.outliers.get(s.place),
+            trim=facts.trims.get(s.place),
+            outliers=facts.outliers.get(s.place),
         )
         return TensorTask(s.place[0], s.shape, view.dtype, "", s.params, s.seed, None, (expert,))
 

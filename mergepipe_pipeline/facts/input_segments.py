@@ -20,11 +20,7 @@ from mergepipe_pipeline.domain.plan import LayerTask, MergePlan, Source
 from mergepipe_pipeline.domain.segments import COARSE_ELEMS, Segments, segment_elems_for
 from mergepipe_pipeline.domain.view import Part, TensorView, sources_of
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.facts.tensor_digests import (
-    ensure_digests,
-    refuse_damaged_result,
-    take_segments,
-)
+from mergepipe_pipeline.facts.tensor_digests import Contents, refuse_changed
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -38,7 +34,7 @@ def plan_inputs(warehouse: Warehouse, plan: MergePlan, layers: Sequence[LayerTas
     numbers = {p.source for view, _ in views for p in _parts(view)}
     digests = [
         catalog.digests(s.checkpoint_id)
-        or ensure_digests(warehouse, open_checkpoint(s.root, s.name))
+        or Contents(warehouse, open_checkpoint(s.root, s.name)).digests()
         if i in numbers
         else {}
         for i, s in enumerate(plan.sources)
@@ -64,7 +60,7 @@ def checkpoint_inputs(
 ) -> Inputs:
     """The segments of checkpoints that planning reads; takes missing digests first."""
     for checkpoint in checkpoints:
-        ensure_digests(warehouse, checkpoint, progress)
+        Contents(warehouse, checkpoint, progress).digests()
     return _coarse(warehouse, checkpoints)
 
 
@@ -74,14 +70,14 @@ def pass_inputs(
     """The segments of models that an analysis reads, which takes the digests of whole tensors.
 
     Missing digests of other parts (of adapters and deltas, rows in another order) are taken first.
-    Raises CorruptionError as `refuse_damaged_result`.
+    Raises CorruptionError as `Contents.verify_result`.
     """
     for model in models:
         for checkpoint in model.checkpoints:
-            refuse_damaged_result(warehouse, checkpoint, progress)
+            Contents(warehouse, checkpoint, progress).verify_result()
         in_parts = [v for v in model.views.values() if not v.whole]
         for number in sorted({p.source for view in in_parts for p in _parts(view)}):
-            ensure_digests(warehouse, model.checkpoints[number], progress)
+            Contents(warehouse, model.checkpoints[number], progress).digests()
     return _coarse(warehouse, [c for model in models for c in model.checkpoints])
 
 
@@ -147,11 +143,21 @@ class Inputs:
 
     def _ensure_parts(self, number: int, names: Set[str]) -> None:
         checkpoint_id = self._sources[number].checkpoint_id
-        files = self._of(checkpoint_id)
-        if missing := {name for name in names if name not in files}:
-            opened = self._opened(number)
-            take_segments(self._warehouse, opened, checkpoint_id, self._elems, missing)
-            del self._files[checkpoint_id]
+        known = self._of(checkpoint_id)
+        missing = {name for name in names if name not in known}
+        if not missing:
+            return
+        from mergepipe_pipeline.analysis.digests import digest_checkpoint
+
+        opened = self._opened(number)
+        levels = tuple(dict.fromkeys((COARSE_ELEMS, self._elems)))
+        taken = digest_checkpoint(opened, levels=levels, names=missing)
+        files = self._warehouse.catalog.contents(checkpoint_id)
+        digests = files.known()
+        for name, (segments, *_) in taken.items():
+            refuse_changed(digests, opened, name, segments.content)
+        files.put(taken)
+        del self._files[checkpoint_id]
 
     def _ensure_view(self, view: TensorView) -> None:
         """Take the segments of rows in another order, from tensors that are verified meanwhile."""

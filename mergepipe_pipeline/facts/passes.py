@@ -22,7 +22,7 @@ from mergepipe_pipeline.domain.model import Model, view_digest
 from mergepipe_pipeline.domain.segments import Segments
 from mergepipe_pipeline.domain.stats import TensorStats
 from mergepipe_pipeline.facts.input_segments import pass_inputs
-from mergepipe_pipeline.facts.tensor_digests import ensure_digests, refuse_changed, verify_place
+from mergepipe_pipeline.facts.tensor_digests import Contents, refuse_changed
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.facts.analysed import AnalysedExpert
@@ -49,13 +49,13 @@ def complete(experts: Sequence[AnalysedExpert]) -> None:
     models = [first.base, *(e.expert for e in experts)]
     checkpoints = [c for model in models for c in model.checkpoints]
     for checkpoint in checkpoints:
-        verify_place(first.warehouse, checkpoint, first.progress)
+        Contents(first.warehouse, checkpoint, first.progress).verify()
     known = _KnownContents(first)
     unread = [(e, pairs) for e in experts if (pairs := known.unread(e, e.missing()))]
     for start in range(0, len(unread), _EXPERTS_PER_PASS):
         _analyze(unread[start : start + _EXPERTS_PER_PASS])
     for checkpoint in checkpoints if unread else ():  # they may have changed while they were read
-        verify_place(first.warehouse, checkpoint, first.progress)
+        Contents(first.warehouse, checkpoint, first.progress).verify()
 
 
 class _KnownContents:
@@ -137,7 +137,7 @@ def _look(c: Checkpoint) -> Look:
 def _contents(e: AnalysedExpert, pairs: Sequence[Pair]) -> dict[Pair, Content]:
     """The contents of the pairs whose tensors are both as stored."""
     digests, base_digests = (
-        [ensure_digests(e.warehouse, c, e.progress) for c in model.checkpoints]
+        [Contents(e.warehouse, c, e.progress).digests() for c in model.checkpoints]
         for model in (e.expert, e.base)
     )
     contents = {}

@@ -3,7 +3,7 @@
 Names, sizes, times, headers and samples give a checkpoint its id, and another model may have the
 same: container layers, Nix and `tar --mtime` give all files one time. What the catalog knows of an
 id is therefore believed of files at a place alone at which they were read for it:
-`tensor_digests.verify_place`.
+`tensor_digests.Contents.verify`.
 
 A place is, of every file: its path, its inode, the time of its last change that nobody can set
 (ctime), and its file system. Of that the id that `statvfs` tells, which comes from the volume: the

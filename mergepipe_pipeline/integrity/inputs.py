@@ -21,7 +21,7 @@ from mergepipe_pipeline.errors import (
 from mergepipe_pipeline.execution.lookup import provenance_of
 from mergepipe_pipeline.facts.offline import present_root
 from mergepipe_pipeline.facts.side_file_digests import missing_files, refuse_changed_file
-from mergepipe_pipeline.facts.tensor_digests import wrong_elements
+from mergepipe_pipeline.facts.tensor_digests import Contents
 from mergepipe_pipeline.integrity.auditor import Auditor
 from mergepipe_pipeline.progress import Advance, Progress
 from mergepipe_pipeline.storage.side_files import SideStamp, side_sha256, side_stamps
@@ -162,7 +162,7 @@ def _verify(
             continue
         wrong = {t: s for t, (s,) in by_tensor.items() if s.content != digests.get(t)}
         for tensor, segments in wrong.items():
-            elements = wrong_elements(warehouse, checkpoint, tensor, segments)
+            elements = Contents(warehouse, checkpoint).wrong_elements(tensor, segments)
             place = f"{path}, tensor {tensor}{elements}"
             error = _changed(place, digests.get(tensor), segments.content)
             audit.report("inputs", path, error)

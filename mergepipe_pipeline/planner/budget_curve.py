@@ -96,7 +96,7 @@ def budget_curve(
         point
         for q in problems
         for strategy in STRATEGIES
-        if (strategy == PACKS) == (q.pace is not None)
+        if (strategy == PACKS) == q.has_packs
         for point in _points(q, strategy, [*budgets.values()])
     ]
     best = chosen.strategy if chosen.strategy in STRATEGIES else chosen.problem.usual_strategy

@@ -37,7 +37,6 @@ class PackedRow:
 
     `nbytes` uint32 [levels, blocks]: what is read for a level, all of its tiers. `residual_sq`
     float32 [levels, blocks]: ‖δ − δ̂‖² at most, infinite where the level cannot be used.
-    `is_alone`: the expert's own files are away, so only the pack can be read.
     """
 
     pack: int
@@ -46,28 +45,6 @@ class PackedRow:
     threshold_bits: int
     nbytes: U32Array
     residual_sq: F32Array
-    is_alone: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class PackPace:
-    """How fast a machine reads files, decodes exact levels and merges, both with all its cores."""
-
-    read_bytes_per_s: float
-    decode_elem_s: float
-    merge_elem_s: float
-
-    def is_faster(self, packed_nbytes: int, stored_nbytes: int, n_elems: int) -> bool:
-        """Whether an exact level is fewer bytes and takes less time than the stored elements.
-
-        Decoding and merging run beside reading.
-        """
-        merging_s = n_elems * self.merge_elem_s
-        from_pack_s = max(
-            packed_nbytes / self.read_bytes_per_s, n_elems * self.decode_elem_s + merging_s
-        )
-        stored_s = max(stored_nbytes / self.read_bytes_per_s, merging_s)
-        return packed_nbytes < stored_nbytes and from_pack_s < stored_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +57,6 @@ class Packs:
     sources: tuple[PackSource, ...]
     grid: PackGrid
     rows: Mapping[tuple[int, int], Mapping[tuple[str, str], PackedRow]]
-    pace: PackPace
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ to in `samples` and `bounds`; `plan_builder` makes the tasks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -15,12 +15,13 @@ import numpy as np
 
 from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.domain.model import Model
-from mergepipe_pipeline.domain.operator import Choosing, OperatorSchema, Response
+from mergepipe_pipeline.domain.operator import Choosing
 from mergepipe_pipeline.domain.output import is_kept, is_merged, stored_like
 from mergepipe_pipeline.domain.plan import ExpertInput, TensorTask, TrimRule
 from mergepipe_pipeline.domain.recipe import Params, Recipe, TensorRecipe
 from mergepipe_pipeline.domain.stats import SAMPLE_WIDTH, ExpertStats, TensorStats
 from mergepipe_pipeline.dtypes import itemsize
+from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.planner.bounds import Sensitivity
 from mergepipe_pipeline.planner.candidates import Row, lay_out
 from mergepipe_pipeline.planner.kept_sq_norm import Kept
@@ -31,38 +32,26 @@ from mergepipe_pipeline.planner.samples import Samples, Simulate
 #: A sum of weights that is nearer to one is one: 0.7 + 0.2 + 0.1.
 _ROUNDING = 1e-6
 
-Coefficients = Callable[[Params, tuple[Params, ...], tuple[float, ...]], tuple[float, ...]]
-
-
-@dataclass(frozen=True)
-class Method:
-    """What planning needs of an operator: the cᵢ of its δᵢ, and how it responds to parameters.
-
-    `simulate` gives the function that merges samples of deltas as a task would.
-    """
-
-    schema: OperatorSchema
-    coefficients: Coefficients
-    response: Callable[[Params], Response]
-    simulate: Callable[[TensorTask], Simulate] | None = None
+#: (output tensor, input number).
+Place = tuple[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorFacts:
-    """Facts of whole tensors, by (output tensor, input number) or by output tensor.
+    """Facts of whole tensors, by place or by output tensor, filled in kind by kind.
 
     `chosen`: the operator, its parameters per tensor and per model, and the reason, where the
     recipe's method leaves the choice open. `l1s` are norms of deltas whose scale is a guess. `kept`
     is what `trims` and `outliers` keep (absent: all).
     """
 
-    trims: Mapping[tuple[str, int], TrimRule]
-    outliers: Mapping[tuple[str, int], TrimRule]
-    scales: Mapping[tuple[str, int], float]
-    measured: Mapping[str, tuple[float, ...]]
-    chosen: Mapping[str, Choosing]
-    l1s: Mapping[tuple[str, int], float] = field(default_factory=dict)
-    kept: Mapping[tuple[str, int], Kept] = field(default_factory=dict)
+    measured: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    chosen: Mapping[str, Choosing] = field(default_factory=dict)
+    trims: dict[Place, TrimRule] = field(default_factory=dict)
+    outliers: dict[Place, TrimRule] = field(default_factory=dict)
+    scales: dict[Place, float] = field(default_factory=dict)
+    l1s: dict[Place, float] = field(default_factory=dict)
+    kept: dict[Place, Kept] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,13 +73,12 @@ class Parts:
     def __init__(
         self,
         recipe: Recipe,
-        methods: Mapping[str, Method],
         models: Sequence[Model],
         stats: Mapping[tuple[int, int], ExpertStats],
         facts: TensorFacts,
         grid: BlockGrid,
     ) -> None:
-        self._recipe, self._methods, self._models = recipe, methods, models
+        self._recipe, self._models = recipe, models
         self._stats, self._facts, self._grid = stats, facts, grid
         self.all = [self._part(t) for t in recipe.tensors if is_merged(t, models)]
 
@@ -125,7 +113,7 @@ class Parts:
         Sums of values are so where weights sum to one: else a multiple of the base is left.
         """
         for part in self.all:
-            method = self._methods[part.operator] if part.operator != "copy" else None
+            method = OPERATORS[part.operator] if part.operator != "copy" else None
             # What is measured settles factors for directions, which all but sum to one.
             if method is None or method.schema.base != "none" or part.facts:
                 continue
@@ -163,9 +151,8 @@ class Parts:
         t = part.recipe
         if part.operator == "copy":
             return []
-        coefficients = self._methods[part.operator].coefficients(
-            part.params, part.model_params, part.facts
-        )
+        operator = OPERATORS[part.operator]
+        coefficients = operator.coefficients(part.params, part.model_params, part.facts)
         is_sum = self._is_sum(part)
         rows = []
         for i, (entry, c) in enumerate(zip(t.inputs, coefficients, strict=True)):
@@ -193,7 +180,7 @@ class Parts:
 
     def _is_sum(self, part: Part) -> bool:
         """Whether a part is a sum of deltas, or of what a random drop leaves of them."""
-        method = self._methods[part.operator]
+        method = OPERATORS[part.operator]
         return method.response(part.params) == "additive" and method.schema.fact in ("none", "drop")
 
     def _packed(self, part: Part, i: int, row: Row, packs: Packs) -> Row:
@@ -206,13 +193,13 @@ class Parts:
         packed = of_pair.get((t.inputs[i].tensor, t.base.tensor))
         if packed is None:
             return row
-        method, trim = self._methods[part.operator], self._facts.trims.get((t.name, i))
+        method, trim = OPERATORS[part.operator], self._facts.trims.get((t.name, i))
         levels = row_levels(packed, method.schema, method.response(part.params), trim)
         return replace(row, levels=levels)
 
     def _kept(self, part: Part, i: int, s: TensorStats | None) -> tuple[Kept | None, float]:
         """What is kept of a delta, None for all, and with which probability a drop keeps it."""
-        fact = self._methods[part.operator].schema.fact
+        fact = OPERATORS[part.operator].schema.fact
         density = min(1.0, max(0.0, float(dict(part.model_params[i]).get("density", 1.0))))
         if s is None or fact == "none" or density == 1:
             return None, 1.0
@@ -225,13 +212,18 @@ class Parts:
 
         Elements of a sample rank about as those of its row do.
         """
-        method = self._methods[part.operator]
-        is_elementwise = method.schema.scope == "element" or method.schema.fact == "ranked"
-        simulation_of = method.simulate
-        if simulation_of is None or self._is_sum(part) or not is_elementwise:
+        schema = OPERATORS[part.operator].schema
+        if self._is_sum(part) or not (schema.scope == "element" or schema.fact == "ranked"):
             return None
-        simulate = cache(lambda n: simulation_of(self._sampled_task(part, n)))
-        return lambda deltas: simulate(deltas.shape[1])(deltas)
+
+        @cache
+        def simulation(n: int) -> Simulate:
+            # Imports compiled kernels or torch, which planning a sum of deltas can do without.
+            from mergepipe_pipeline.planner.simulate import simulation_of
+
+            return simulation_of(self._sampled_task(part, n))
+
+        return lambda deltas: simulation(deltas.shape[1])(deltas)
 
     def _sampled_task(self, part: Part, n: int) -> TensorTask:
         """A task like the part's over `n` sampled elements; each block's samples are a row."""
@@ -263,7 +255,7 @@ class Parts:
         )
 
     def _sensitivity(self, part: Part) -> Sensitivity:
-        response = self._methods[part.operator].response(part.params)
+        response = OPERATORS[part.operator].response(part.params)
         params = dict(part.params)
         normalised = response == "mean" or (response == "vote" and bool(params.get("normalize")))
         is_negative = any(float(dict(p).get("weight", 1.0)) < 0 for p in part.model_params)

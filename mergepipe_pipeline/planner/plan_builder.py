@@ -7,7 +7,7 @@ is known to be zero, which cost nothing) and what is read (selected blocks only)
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -29,48 +29,43 @@ from mergepipe_pipeline.domain.plan import (
 from mergepipe_pipeline.domain.recipe import Recipe, TensorRecipe
 from mergepipe_pipeline.domain.stats import ExpertStats
 from mergepipe_pipeline.domain.view import TensorView, moved
+from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.planner.candidates import Candidates, Choice
 from mergepipe_pipeline.planner.constraints import Names
 from mergepipe_pipeline.planner.levels import Levels, packed_input
 from mergepipe_pipeline.planner.packed_rows import NOTHING, ORIGINAL, Packs
-from mergepipe_pipeline.planner.parts import Method, Parts, TensorFacts
+from mergepipe_pipeline.planner.parts import Parts, TensorFacts
 from mergepipe_pipeline.planner.selection import PlanningProblem, Selection, estimates, select
 from mergepipe_pipeline.planner.strategies import PACKS
-
-
-@dataclass(frozen=True)
-class PlanInput:
-    """One model with the digests of its checkpoints' tensors."""
-
-    model: Model
-    digests: Sequence[Mapping[str, str]]
-
 
 #: Why the norm of an update is not known where there are deltas.
 _SCALED = "weights that do not sum to one scale the base, too"
 
 
 class PlanBuilder:
-    """Builds the plan of one recipe; `stats` are by (expert's model number, base's)."""
+    """Builds the plan of one recipe.
+
+    `digests` are of tensors, by the ids of checkpoints; a planning problem needs none. `stats` are
+    by (expert's model number, base's).
+    """
 
     def __init__(
         self,
         *,
         recipe: Recipe,
-        methods: Mapping[str, Method],
-        inputs: Sequence[PlanInput],
+        models: Sequence[Model],
+        digests: Mapping[str, Mapping[str, str]],
         stats: Mapping[tuple[int, int], ExpertStats],
         facts: TensorFacts,
         grid: BlockGrid,
         side: Side,
         packs: Packs | None = None,
     ) -> None:
-        self._recipe, self._inputs, self._facts = recipe, inputs, facts
-        self._methods, self._packs = methods, packs
-        self._grid, self._side = grid, side
-        self._models = [i.model for i in inputs]
-        self._parts = Parts(recipe, methods, self._models, stats, facts, grid)
-        counts = [len(i.model.checkpoints) for i in inputs]
+        self._recipe, self._models, self._facts = recipe, models, facts
+        self._packs = packs
+        self._grid, self._side, self._digests = grid, side, digests
+        self._parts = Parts(recipe, models, stats, facts, grid)
+        counts = [len(model.checkpoints) for model in models]
         self._first_source = [sum(counts[:n]) for n in range(len(counts))]
 
     def problem(self, *, with_packs: bool) -> PlanningProblem:
@@ -84,7 +79,7 @@ class PlanBuilder:
             tensors=[part.recipe.name for part in self._parts.all],
             experts=self._experts(),
             block_elems=self._grid.block_elems,
-            pace=packs.pace if packs else None,
+            has_packs=packs is not None,
         )
 
     def problems(self, selection: Selection) -> tuple[PlanningProblem, ...]:
@@ -92,7 +87,7 @@ class PlanBuilder:
         own = selection.problem
         if self._packs is None:
             return (own,)
-        other = self.problem(with_packs=own.pace is None)
+        other = self.problem(with_packs=not own.has_packs)
         return (own, other)
 
     def selection(self) -> Selection:
@@ -124,8 +119,8 @@ class PlanBuilder:
             tasks.setdefault(layer_name(t.name, n_layers), []).append(task)
         sources = [
             Source(c.name, c.root, c.checkpoint_id, c.stamp)
-            for i in self._inputs
-            for c in i.model.checkpoints
+            for model in self._models
+            for c in model.checkpoints
         ]
         return MergePlan(
             recipe_name=recipe.name,
@@ -134,8 +129,8 @@ class PlanBuilder:
             sources=tuple(sources),
             roles=tuple(
                 "base" if number == recipe.base else "expert"
-                for number, i in enumerate(self._inputs)
-                for _ in i.model.checkpoints
+                for number, model in enumerate(self._models)
+                for _ in model.checkpoints
             ),
             layers=tuple(LayerTask(n, tuple(tasks[n])) for n in sorted(tasks, key=layer_order)),
             side=SideFiles(
@@ -154,7 +149,7 @@ class PlanBuilder:
         alive = np.bincount(c.expert, ~c.zero)
         there = np.bincount(c.expert, minlength=len(alive))
         # Among values, a model that equals the base draws the others to it.
-        is_update = self._methods[self._recipe.method].schema.space == "delta"
+        is_update = OPERATORS[self._recipe.method].schema.space == "delta"
         for number, names in enumerate(self._experts() if is_update else ()):
             if number < len(alive) and there[number] and not alive[number]:
                 yield f"{names[-1]} equals the base in all that is merged: it adds nothing"
@@ -167,11 +162,12 @@ class PlanBuilder:
             )
 
     def _view(self, model: int, tensor: str) -> TensorView:
-        return moved(self._inputs[model].model.views[tensor], self._first_source[model])
+        return moved(self._models[model].views[tensor], self._first_source[model])
 
     def _digest(self, model: int, tensor: str) -> str:
-        i = self._inputs[model]
-        return view_digest(i.model.views[tensor], list(i.digests))
+        of = self._models[model]
+        digests = [self._digests[c.checkpoint_id] for c in of.checkpoints]
+        return view_digest(of.views[tensor], digests)
 
     def _merged_tasks(self, candidates: Candidates, levels: Levels) -> dict[str, TensorTask]:
         rows = zip(candidates.rows, candidates.row_slices(), strict=True)

@@ -25,7 +25,7 @@ from mergepipe_pipeline.planner.bounds import Bound, Sensitivity, error_bound
 from mergepipe_pipeline.planner.candidates import Candidates, Choice, Group
 from mergepipe_pipeline.planner.constraints import Constraints, Names, constraints_of, lacks_base
 from mergepipe_pipeline.planner.levels import Levels, LevelTable
-from mergepipe_pipeline.planner.packed_rows import NOTHING, ORIGINAL, PackPace
+from mergepipe_pipeline.planner.packed_rows import NOTHING, ORIGINAL
 from mergepipe_pipeline.planner.samples import PARTS, STATED_ERRORS, Samples
 from mergepipe_pipeline.planner.strategies import (
     BY_ERROR,
@@ -54,8 +54,8 @@ class PlanningProblem:
     """What can be read, and how the merge responds to what is not.
 
     `sensitivities` and `samples` are by number of the output tensor, `tensors` and `experts` names
-    by number; `block_elems` is the recipe's grid, on which statistics are. With `pace` experts have
-    packs, and it says where these are read although everything fits.
+    by number; `block_elems` is the recipe's grid, on which statistics are. `has_packs`: levels of
+    experts' packs can be read, too.
     """
 
     table: LevelTable
@@ -64,7 +64,7 @@ class PlanningProblem:
     tensors: Sequence[str]
     experts: Sequence[Names]
     block_elems: int
-    pace: PackPace | None = None
+    has_packs: bool = False
 
     @property
     def candidates(self) -> Candidates:
@@ -74,7 +74,7 @@ class PlanningProblem:
     @property
     def usual_strategy(self) -> str:
         """The strategy of a recipe that names none."""
-        return PACKS if self.pace else "magnitude"
+        return PACKS if self.has_packs else "magnitude"
 
     def bound(self, levels: Levels) -> Bound:
         """Return the bound of a choice."""
@@ -207,15 +207,9 @@ def _cheapest(q: PlanningProblem, constraints: Constraints) -> Levels:
 
 
 def _everything(q: PlanningProblem, constraints: Constraints) -> Levels | None:
-    """Exact levels of all that is allowed, from packs where that is faster; None if too dear."""
+    """Exact levels of all that is allowed; None if too dear."""
     cheapest = _cheapest(q, constraints)
-    if not _is_affordable(q, constraints, cheapest):
-        return None
-    if q.pace is None:
-        return cheapest
-    useful = _allowed(q.candidates, constraints)
-    faster = np.where(useful, q.table.exact(q.pace), np.int8(NOTHING))
-    return faster if _is_affordable(q, constraints, faster) else cheapest
+    return cheapest if _is_affordable(q, constraints, cheapest) else None
 
 
 def _spent(q: PlanningProblem, constraints: Constraints, levels: Levels) -> I64Array:
@@ -363,7 +357,7 @@ def estimates(s: Selection, budget: Budget) -> Estimates:
         predicted_margin=error.margin if error else None,
         update_norm=_finite(update),
         expert_bytes_packed=int(nbytes[(levels != ORIGINAL) & chosen].sum()),
-        pack_block_elems=c.grid.block_elems if q.pace else 0,
+        pack_block_elems=c.grid.block_elems if q.has_packs else 0,
     )
 
 

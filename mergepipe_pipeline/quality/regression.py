@@ -22,7 +22,7 @@ from mergepipe_pipeline.domain.request import Request, RequestedModel
 from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.errors import CheckpointChangedError, MergePipeError, NotFoundError
 from mergepipe_pipeline.execution.lookup import load_plan, provenance_of, request_of
-from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.execution.stages import plan_in_stages
 from mergepipe_pipeline.facts.offline import open_offline, open_root, present_root
 from mergepipe_pipeline.facts.tensor_digests import content_of
 from mergepipe_pipeline.progress import Progress
@@ -83,7 +83,7 @@ class Regression:
             checkpoint = previous.get(model.name) or _as_merged(warehouse, model)
             # By name as well as by text, so that none of them is registered as the newest.
             checkpoints |= {model.text: checkpoint, model.name: checkpoint}
-        return make_plan(
+        return plan_in_stages(
             warehouse,
             self.parsed,
             progress=progress,

@@ -15,10 +15,11 @@ from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.domain.layers import layer_count, layer_name
 from mergepipe_pipeline.domain.model import Model
-from mergepipe_pipeline.domain.output import is_kept
-from mergepipe_pipeline.domain.recipe import Recipe
+from mergepipe_pipeline.domain.output import is_kept, is_merged
+from mergepipe_pipeline.domain.recipe import Recipe, pairs_of
 from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.dtypes import FLOATING, itemsize
+from mergepipe_pipeline.facts.analysed import AnalysedExpert
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.planner.constraints import lacks_base
 from mergepipe_pipeline.warehouse import Warehouse
@@ -28,9 +29,8 @@ from mergepipe_pipeline.warehouse import Warehouse
 class Cost:
     """What a merge will read and write, in bytes, before the catalog's help.
 
-    `analysis_bytes` is read once to learn what is not known yet, statistics of `analysis_elems`
-    elements of experts among it; `budget_bytes` None is no limit. Expert bytes read
-    will be at most min(budget, total).
+    `analysis_bytes` is read once to learn what is not known yet; `budget_bytes` None is no limit.
+    Expert bytes read will be at most min(budget, total).
     """
 
     expert_bytes_total: int
@@ -38,7 +38,6 @@ class Cost:
     base_bytes: int
     output_bytes: int
     analysis_bytes: int
-    analysis_elems: int
     free_bytes: int
     layers: int
     tensors: int
@@ -57,7 +56,6 @@ def estimate(
     """
     total = baseless = output = base = 0
     names = [t.name for t in recipe.tensors]
-    pairs: dict[tuple[int, int], list[tuple[str, str]]] = {}
     reads_base = OPERATORS[recipe.method].schema.base != "none"
     for t, (like, dtype) in zip(recipe.tensors, outputs, strict=True):
         floating = like.dtype in FLOATING
@@ -67,52 +65,47 @@ def estimate(
         for i in t.inputs if floating else ():
             nbytes = models[i.model].views[i.tensor].nbytes
             total += 0 if is_left else nbytes
-            if t.base is None:
-                baseless += nbytes
-            else:
-                pairs.setdefault((i.model, t.base.model), []).append((i.tensor, t.base.tensor))
+            baseless += nbytes if t.base is None else 0
     budget, n_layers = recipe.budget.resolve(total), layer_count(names)
     if budget is not None and budget < baseless:
         raise lacks_base(baseless, budget)
-    unknown_nbytes, unknown_elems = _unknown(warehouse, models, pairs, grid)
+    merged = pairs_of(t for t in recipe.tensors if is_merged(t, models))
     return Cost(
         expert_bytes_total=total,
         budget_bytes=budget,
         base_bytes=base,
         output_bytes=output,
-        analysis_bytes=unknown_nbytes,
-        analysis_elems=unknown_elems,
+        analysis_bytes=_unknown_nbytes(warehouse, models, merged, grid),
         free_bytes=shutil.disk_usage(warehouse.root).free,
         layers=len({layer_name(n, n_layers) for n in names}),
         tensors=len(names),
     )
 
 
-def _unknown(
+def _unknown_nbytes(
     warehouse: Warehouse,
     models: Sequence[Model],
     pairs: Mapping[tuple[int, int], Sequence[tuple[str, str]]],
     grid: BlockGrid,
-) -> tuple[int, int]:
-    """Bytes to read for what is not known yet, and elements of experts to take statistics of."""
-    catalog = warehouse.catalog
-    nbytes = elems = 0
+) -> int:
+    """Bytes to read for what is not known yet."""
+    nbytes = 0
     base_nbytes: dict[tuple[int, str], int] = {}  # read once for all experts
     paired = {expert for expert, _ in pairs}
 
     def missing(numbers: tuple[int, int]) -> list[tuple[str, str]]:
-        expert, base = (models[n].model_id for n in numbers)
-        return catalog.facts(base, expert).missing_pairs(grid.block_elems, pairs[numbers])
+        expert, base = (models[n] for n in numbers)
+        return AnalysedExpert(warehouse, expert, base, grid, pairs[numbers]).missing()
 
     with Workers(threads.CATALOG) as workers:
         for (expert, base), tensor_pairs in zip(pairs, workers.map(missing, pairs), strict=True):
             for tensor, base_tensor in tensor_pairs:
                 view = models[expert].views[tensor]
-                nbytes, elems = nbytes + view.nbytes, elems + view.numel
+                nbytes += view.nbytes
                 if view.delta_needs_base:
                     base_nbytes[base, base_tensor] = models[base].views[base_tensor].nbytes
     for number, model in enumerate(models):
         if number not in paired and not any(base == number for _, base in pairs):
-            unknown = [c for c in model.checkpoints if catalog.digests(c.checkpoint_id) is None]
-            nbytes += sum(c.nbytes for c in unknown)
-    return nbytes + sum(base_nbytes.values()), elems
+            known = warehouse.catalog.digests
+            nbytes += sum(c.nbytes for c in model.checkpoints if known(c.checkpoint_id) is None)
+    return nbytes + sum(base_nbytes.values())

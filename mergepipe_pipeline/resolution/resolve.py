@@ -62,8 +62,7 @@ class ResolvedRecipe:
 
     `models` are in the order of `recipe.models`, fitted to each other; `originals` are the same
     before the output's tokenizer was applied. `side` stands beside the result's weights; `before`
-    are the stages before it. `request` says what overruled the recipe. `inexact` are the names of
-    stages before it that were merged in part.
+    are the stages before it. `request` says what overruled the recipe.
     """
 
     recipe: Recipe
@@ -75,7 +74,6 @@ class ResolvedRecipe:
     tokenizer: TokenizerBuild | None = None
     before: tuple[ResolvedRecipe, ...] = ()
     request: Request = AS_WRITTEN
-    inexact: tuple[str, ...] = ()
 
     @property
     def base(self) -> Model | None:
@@ -153,7 +151,13 @@ def resolve_stage(
     places = Places(warehouse, planning.get("relative_to"), known)
     recipe, models = open_stage(places, parsed)
     recipe, models = with_own_matrices(*without(recipe, models, request.left_out))
-    fitted = _fit(warehouse, parsed, recipe, models)
+    inputs = {c.name: c for m in models for c in m.checkpoints if c.name not in pending}
+    decided = [quarantine_of(warehouse, name, c) for name, c in inputs.items()]
+    if recipe.tokenizer is not None or recipe.chat_template is not None:
+        for checkpoint in {c.root: c for m in models for c in m.checkpoints}.values():
+            if checkpoint.tokenizer_files is None:  # of a stage that is yet to be merged
+                refuse_changed_files(warehouse, checkpoint)
+    fitted = _fit(parsed, recipe, models)
     if request.no_packs:
         _refuse_away(models, pending)
     template = fitted.models[fitted.side.template]
@@ -170,7 +174,8 @@ def resolve_stage(
         for name in parsed.stages_used
         if places.has(name)
     ]
-    warnings += _kept_out(warehouse, models, pending)
+    # They are merged all the same for who asks for it by hand; a standing recipe waits.
+    warnings += [str(decision) for decision in decided if decision is not None]
     recipe = _as_asked(replace(recipe, warnings=tuple(warnings)), request)
     grid = grid_for(template, request.block_elems or parsed.block_elems)
     outputs = _outputs(recipe, fitted.models)
@@ -211,21 +216,14 @@ class _Fit:
     warnings: tuple[str, ...]
 
 
-def _fit(
-    warehouse: Warehouse, parsed: ParsedRecipe, recipe: Recipe, models: Sequence[Model]
-) -> _Fit:
+def _fit(parsed: ParsedRecipe, recipe: Recipe, models: Sequence[Model]) -> _Fit:
     """Give the models the rows of the output's vocabulary. Raises what does not fit together."""
     problems: list[MergePipeError] = []
     warnings: tuple[str, ...] = ()
     try:
-        if recipe.tokenizer is not None or recipe.chat_template is not None:
-            read = {c.checkpoint_id: c for m in models for c in m.checkpoints}
-            for checkpoint in read.values():
-                if checkpoint.tokenizer_files is None:  # of a stage that is yet to be merged
-                    refuse_changed_files(warehouse, checkpoint)
         tokenizer = build_for(recipe, models)
         if tokenizer is not None:
-            models = Reindexer(None, recipe, models, tokenizer).models()
+            models = Reindexer(recipe, models, tokenizer).models()
             warnings += tokenizer.warnings
         models, cropped = fit_rows(recipe, models, problems, truncate=parsed.truncates)
         made, copies = tokenizer.files if tokenizer else None, parsed.copies_tokenizer
@@ -283,17 +281,6 @@ def open_stage(places: Places, parsed: ParsedRecipe) -> tuple[Recipe, list[Model
     models = [_completed(m, n, recipe, models) for n, m in enumerate(models)]
     refuse_coded_arithmetic(recipe, models)
     return recipe, models
-
-
-def _kept_out(
-    warehouse: Warehouse, models: Sequence[Model], pending: Mapping[str, Checkpoint]
-) -> list[str]:
-    """Why models are in quarantine, so far as their contents are known. They are merged all the
-    same for who asks for it by hand; a standing recipe waits (`deploy.recorded`).
-    """
-    by_name = {c.name: c for m in models for c in m.checkpoints if c.name not in pending}
-    decided = (quarantine_of(warehouse, name, c) for name, c in by_name.items())
-    return [str(decision) for decision in decided if decision is not None]
 
 
 def _outputs(recipe: Recipe, models: Sequence[Model]) -> list[tuple[TensorView, str]]:
@@ -391,25 +378,17 @@ def _no_config(template: Model) -> list[str]:
 
 
 def requested(
-    resolved: ResolvedRecipe,
-    models: Sequence[Model],
-    digests: Sequence[Sequence[Mapping[str, str]]],
-    stages: Collection[str],
+    resolved: ResolvedRecipe, digests: Mapping[str, Mapping[str, str]], stages: Collection[str]
 ) -> Request:
     """The request of a checked recipe with its models, after those of the stages before it.
 
-    `digests` are by tensor, per model and checkpoint; the results of `stages` are no inputs.
+    `digests` are of tensors, by the ids of checkpoints; the results of `stages` are no inputs.
     """
-    contents = {
-        c.checkpoint_id: digest_json(dict(by_tensor))
-        for model, by_checkpoint in zip(models, digests, strict=True)
-        for c, by_tensor in zip(model.checkpoints, by_checkpoint, strict=True)
-    }
     models_by_text = {m.text: m for m in resolved.request.models}
     for ref, model in zip(resolved.recipe.models, resolved.originals, strict=True):
         for text, c in zip(_texts(ref, len(model.checkpoints)), model.checkpoints, strict=True):
             if text not in stages:
-                content = contents[c.checkpoint_id]
+                content = digest_json(dict(digests[c.checkpoint_id]))
                 models_by_text[text] = RequestedModel(
                     text, c.name, c.root, c.checkpoint_id, content
                 )

@@ -9,9 +9,9 @@ weights are read only for the rows that are made.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -99,26 +99,47 @@ def _is_table(t: TensorRecipe) -> bool:
     return vocabulary_axis(t.name) is not None
 
 
-class Reindexer:
-    """Gives models whose vocabulary matrices follow the output's tokenizer.
+@dataclass(frozen=True)
+class Matrix:
+    """Tensor `name` of model number `model`, with the rows that it gets.
 
-    With `warehouse` None no row is made: shapes are right and what is not a model's own row is
-    missing, which is enough to tell costs.
+    `names`: the tensors that it is merged with, by their models' numbers.
     """
 
-    def __init__(
-        self,
-        warehouse: Warehouse | None,
-        recipe: Recipe,
-        models: Sequence[Model],
-        build: TokenizerBuild,
-    ) -> None:
-        self._warehouse, self._recipe, self._build = warehouse, recipe, build
+    model: int
+    name: str
+    rows: ModelRows
+    names: Mapping[int, str]
+
+    @property
+    def axis(self) -> int:
+        """The axis of the rows."""
+        return vocabulary_axis(self.name) or 0
+
+    @property
+    def made_rows(self) -> I64Array:
+        """The rows that the model lacks."""
+        return np.flatnonzero(self.rows.own < 0)
+
+
+#: Makes the rows that a model lacks; the numbers are of those that its type cannot hold.
+MakeRows = Callable[[Matrix, tuple[int, ...]], Checkpoint]
+
+
+class Reindexer:
+    """Gives models whose vocabulary matrices follow the output's tokenizer."""
+
+    def __init__(self, recipe: Recipe, models: Sequence[Model], build: TokenizerBuild) -> None:
+        self._recipe, self._build = recipe, build
         self._models = list(models)
         self._original = list(models)
 
-    def models(self) -> list[Model]:
-        """All models, re-indexed. Raises IncompatibleCheckpointsError for one that cannot be."""
+    def models(self, make_rows: MakeRows | None = None) -> list[Model]:
+        """All models, re-indexed. Raises IncompatibleCheckpointsError for one that cannot be.
+
+        Without `make_rows` shapes are right and what is not a model's own row is missing, which is
+        enough to tell costs.
+        """
         self._refuse_left_tables()
         reindexed: set[tuple[int, str]] = set()
         for t in filter(_is_table, self._recipe.tensors):
@@ -129,7 +150,7 @@ class Reindexer:
             for m, name in reversed(matrices):
                 if (m, name) not in reindexed:
                     reindexed.add((m, name))
-                    self._replace(m, name, rows[m], names)
+                    self._replace(Matrix(m, name, rows[m], names), make_rows)
         return self._models
 
     def _refuse_left_tables(self) -> None:
@@ -146,13 +167,15 @@ class Reindexer:
                 root = model.checkpoint.root
                 refuse_left_tables(names, n_rows, model.checkpoint.stated, root)
 
-    def _ends_early(self, m: int, name: str, rows: ModelRows, axis: int) -> bool:
+    def _view(self, matrix: Matrix) -> TensorView:
+        return self._original[matrix.model].views[matrix.name]
+
+    def _ends_early(self, matrix: Matrix) -> bool:
         """Whether a table has no rows for some tokens of its model, and keeps those that it has.
 
         Raises IncompatibleCheckpointsError for one that would have to give such rows.
         """
-        view = self._original[m].views[name]
-        n_rows = view.shape[axis]
+        rows, n_rows = matrix.rows, self._view(matrix).shape[matrix.axis]
         beyond = rows.own[n_rows:]
         if not (rows.own >= n_rows).any():
             return False
@@ -160,7 +183,7 @@ class Reindexer:
         stays = np.array_equal(rows.own[:n_rows], np.arange(n_rows))
         if stays and (beyond[named - n_rows] >= n_rows).all():
             return True
-        raise self._lacks_rows(m, name, n_rows, int(rows.own.max()))
+        raise self._lacks_rows(matrix.model, matrix.name, n_rows, int(rows.own.max()))
 
     def _lacks_rows(self, m: int, name: str, n_rows: int, at: int) -> IncompatibleCheckpointsError:
         return IncompatibleCheckpointsError(
@@ -172,9 +195,9 @@ class Reindexer:
             "rows as the embedding has",
         )
 
-    def _replace(self, m: int, name: str, rows: ModelRows, names: Mapping[int, str]) -> None:
-        model, view = self._models[m], self._original[m].views[name]
-        axis = vocabulary_axis(name) or 0
+    def _replace(self, matrix: Matrix, make_rows: MakeRows | None) -> None:
+        m, name, names, axis = matrix.model, matrix.name, matrix.names, matrix.axis
+        model, view, own = self._models[m], self._view(matrix), matrix.rows.own
         if view.low_rank or view.runs:
             raise IncompatibleCheckpointsError(
                 "A vocabulary matrix with an adapter on it cannot be re-indexed",
@@ -183,10 +206,10 @@ class Reindexer:
                 found="a low-rank update",
                 next_step="merge the adapter into its base first, or leave out the tokenizer",
             )
-        if view.stored and self._ends_early(m, name, rows, axis):
+        if view.stored and self._ends_early(matrix):
             return
-        shape = _with_rows(view.shape, axis, len(rows.own))
-        note = f"{name}@{sha256_hex(rows.own.tobytes())[:16]}"
+        shape = _with_rows(view.shape, axis, len(own))
+        note = f"{name}@{sha256_hex(own.tobytes())[:16]}"
         variant = f"{model.variant}; {note}"
         if not view.stored:  # the base's rows, which follow the tokenizer, too
             base = list(names)[-1]
@@ -194,45 +217,47 @@ class Reindexer:
             views = {**model.views, name: replace(view, shape=shape)}
             self._models[m] = replace(model, views=views, variant=variant)
             return
-        rows = self._with_stored_sources(rows, names)
-        self._refuse_partial_sources(rows, names)
-        made_rows = np.flatnonzero(rows.own < 0)
+        matrix = self._with_stored_sources(matrix)
+        self._refuse_partial_sources(matrix)
+        made_rows = matrix.made_rows
         checkpoints, parts = list(model.checkpoints), list(view.stored)
         exact: RowValues | None = None
-        if len(made_rows) and self._warehouse is not None:
-            rounded = self._rounded_rows(view, rows, names)
-            checkpoint = self._made_rows(m, name, rows, made_rows, rounded, names)
+        if len(made_rows) and make_rows is not None:
+            rounded = self._rounded_rows(matrix)
+            checkpoint = make_rows(matrix, rounded)
             source = len(checkpoints)
             parts.append(Part(source, checkpoint.by_name[name]))
             if rounded:
                 exact = RowValues(Part(source, checkpoint.by_name[_EXACT.format(name)]), rounded)
             checkpoints.append(checkpoint)
         width = view.numel // max(1, view.shape[axis])
-        runs = _runs(rows.own, made_rows if len(parts) > 1 else made_rows[:0], width)
+        runs = _runs(own, made_rows if len(parts) > 1 else made_rows[:0], width)
         new = replace(view, shape=shape, stored=tuple(parts), runs=runs, low_rank=exact)
         views = {**model.views, name: new}
         self._models[m] = replace(
             model, checkpoints=tuple(checkpoints), views=views, variant=variant
         )
 
-    def _with_stored_sources(self, rows: ModelRows, names: Mapping[int, str]) -> ModelRows:
+    def _with_stored_sources(self, matrix: Matrix) -> Matrix:
         """The rows of a tokenizer's owner that leaves the matrix as it is are its base's."""
         source = self._recipe.tokenizer.source if self._recipe.tokenizer else None
+        names = matrix.names
         if not isinstance(source, int) or source not in names:
-            return rows
+            return matrix
         if self._original[source].views[names[source]].stored:
-            return rows
+            return matrix
         base = list(names)[-1]
         patches = {
             row: tuple((base if k == source else k, at) for k, at in pairs)
-            for row, pairs in rows.patches.items()
+            for row, pairs in matrix.rows.patches.items()
         }
-        return replace(rows, patches=patches)
+        return replace(matrix, rows=replace(matrix.rows, patches=patches))
 
-    def _refuse_partial_sources(self, rows: ModelRows, names: Mapping[int, str]) -> None:
+    def _refuse_partial_sources(self, matrix: Matrix) -> None:
         """Rows made for one model come from models that have the matrix as values."""
+        names, patches = matrix.names, matrix.rows.patches
         # The highest row of each model.
-        needed = dict(sorted(pair for pairs in rows.patches.values() for pair in pairs))
+        needed = dict(sorted(pair for pairs in patches.values() for pair in pairs))
         for k, at in needed.items():
             view = self._original[k].views[names[k]]
             n_rows = view.shape[vocabulary_axis(names[k]) or 0]
@@ -247,10 +272,9 @@ class Reindexer:
                     next_step="name another model as the token's source",
                 )
 
-    def _rounded_rows(
-        self, view: TensorView, rows: ModelRows, names: Mapping[int, str]
-    ) -> tuple[int, ...]:
-        """The made rows that the view's type cannot hold: means, and rows of another type."""
+    def _rounded_rows(self, matrix: Matrix) -> tuple[int, ...]:
+        """The made rows that the matrix's type cannot hold: means, and rows of another type."""
+        view, rows, names = self._view(matrix), matrix.rows, matrix.names
         # A delta's rows are differences, which no value can replace.
         is_matrix = len(view.shape) == 2 and not vocabulary_axis(view.name)
         if view.is_delta or view.dtype in _WIDE or not is_matrix:
@@ -262,44 +286,6 @@ class Reindexer:
 
         patched = [row for row, sources in rows.patches.items() if not is_held(sources)]
         return tuple(sorted([*patched, *rows.mean_rows.tolist()]))
-
-    def _made_rows(
-        self,
-        m: int,
-        name: str,
-        rows: ModelRows,
-        made_rows: I64Array,
-        rounded: tuple[int, ...],
-        names: Mapping[int, str],
-    ) -> Checkpoint:
-        """A checkpoint with the rows that the model lacks, in order; written if it is not there.
-
-        Those of `rounded` are in a second tensor as float32.
-        """
-        assert self._warehouse is not None
-        view = self._original[m].views[name]
-        patches = {str(r): rows.patches.get(int(r)) for r in made_rows}
-        identity = [
-            # Patches name models by number: this says which models they are.
-            [[k, self._original[k].model_id, names[k]] for k in sorted(names)],
-            m,
-            name,
-            patches,
-            sha256_hex(rows.own.tobytes()),
-            rows.mean_rows.tolist(),
-            *([rounded] if rounded else []),
-        ]
-        folder, stem = self._warehouse.token_rows, digest_json(identity)[:24]
-        path = next((p for p in find_sealed(folder, stem) if read_facts(p, len)), None)
-        if path is None:
-            values = _row_values(self._warehouse, self._original, m, name, rows, made_rows, names)
-            axis = vocabulary_axis(name) or 0
-            values = values.reshape(_with_rows(view.shape, axis, len(made_rows)))
-            at = np.searchsorted(made_rows, rounded)
-            data = _made_file(name, view.dtype, values, at)
-            path = write_sealed(folder, stem, data, suffix="safetensors")
-        # The name enters snapshots' lineage, where only content may.
-        return open_checkpoint(str(path), f"token-rows-{sha256_hex(path.read_bytes())[:16]}")
 
 
 def _with_rows(shape: tuple[int, ...], axis: int, n_rows: int) -> tuple[int, ...]:
@@ -324,41 +310,65 @@ def _runs(own: I64Array, made_rows: I64Array, width: int) -> tuple[Run, ...]:
     )
 
 
-def _row_values(
-    warehouse: Warehouse,
-    models: Sequence[Model],
-    m: int,
-    name: str,
-    rows: ModelRows,
-    made_rows: I64Array,
-    names: Mapping[int, str],
-) -> torch.Tensor:
-    """The made rows as float32."""
-    import torch
+class MadeRows:
+    """Rows that models lack, each written once as a small checkpoint of the warehouse."""
 
-    view = models[m].views[name]
-    width = beside_rows(name, view.shape) or ()
-    with _RowReader(warehouse, models) as reader:
-        values = torch.zeros((len(made_rows), *width))
-        index_by_row = {int(r): i for i, r in enumerate(made_rows)}
-        # Rows that a delta's model lacks its base lacks, too: they do not differ.
-        for r, sources in () if view.is_delta else rows.patches.items():
-            for k, at in sources:
-                values[index_by_row[r]] += reader.row(models[k].views[names[k]], k, at)
-            if sources:
-                values[index_by_row[r]] /= len(sources)
-        means = [int(r) for r in rows.mean_rows]
-        if means:
-            total = (
-                values[[i for r, i in index_by_row.items() if r not in set(means)]].double().sum(0)
-            )
-            used = rows.own[rows.own >= 0]
-            for at in used.tolist():
-                total += reader.row(view, m, at)
-            values[[index_by_row[r] for r in means]] = (
-                total / (len(rows.own) - len(means))
-            ).float()
-    return values
+    def __init__(self, warehouse: Warehouse, models: Sequence[Model]) -> None:
+        self._warehouse, self._models = warehouse, models
+
+    def checkpoint(self, matrix: Matrix, rounded: tuple[int, ...]) -> Checkpoint:
+        """A checkpoint with the rows that a model lacks, in order; written if it is not there.
+
+        Those of `rounded` are in a second tensor as float32.
+        """
+        name, rows, names = matrix.name, matrix.rows, matrix.names
+        identity = [
+            # Patches name models by number: this says which models they are.
+            [[k, self._models[k].model_id, names[k]] for k in sorted(names)],
+            matrix.model,
+            name,
+            {str(r): rows.patches.get(int(r)) for r in matrix.made_rows},
+            sha256_hex(rows.own.tobytes()),
+            rows.mean_rows.tolist(),
+            *([rounded] if rounded else []),
+        ]
+        folder, stem = self._warehouse.token_rows, digest_json(identity)[:24]
+        path = next((p for p in find_sealed(folder, stem) if read_facts(p, len)), None)
+        if path is None:
+            view = self._models[matrix.model].views[name]
+            shape = _with_rows(view.shape, matrix.axis, len(matrix.made_rows))
+            values = self._values(matrix, view).reshape(shape)
+            at = np.searchsorted(matrix.made_rows, rounded)
+            data = _made_file(name, view.dtype, values, at)
+            path = write_sealed(folder, stem, data, suffix="safetensors")
+        # The name enters snapshots' lineage, where only content may.
+        return open_checkpoint(str(path), f"token-rows-{sha256_hex(path.read_bytes())[:16]}")
+
+    def _values(self, matrix: Matrix, view: TensorView) -> torch.Tensor:
+        """The made rows as float32 [made rows, *width]."""
+        import torch
+
+        rows, made_rows = matrix.rows, matrix.made_rows
+        width = beside_rows(matrix.name, view.shape) or ()
+        with _RowReader(self._warehouse, self._models) as reader:
+            values = torch.zeros((len(made_rows), *width))
+            index_by_row = {int(r): i for i, r in enumerate(made_rows)}
+            # Rows that a delta's model lacks its base lacks, too: they do not differ.
+            for r, sources in () if view.is_delta else rows.patches.items():
+                for k, at in sources:
+                    own = self._models[k].views[matrix.names[k]]
+                    values[index_by_row[r]] += reader.row(own, k, at)
+                if sources:
+                    values[index_by_row[r]] /= len(sources)
+            means = [int(r) for r in rows.mean_rows]
+            if means:
+                others = [i for r, i in index_by_row.items() if r not in set(means)]
+                total = values[others].double().sum(0)
+                for at in rows.own[rows.own >= 0].tolist():
+                    total += reader.row(view, matrix.model, at)
+                mean = total / (len(rows.own) - len(means))
+                values[[index_by_row[r] for r in means]] = mean.float()
+        return values
 
 
 def _made_file(name: str, dtype: str, values: torch.Tensor, rounded: I64Array) -> bytes:

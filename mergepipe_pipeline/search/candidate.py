@@ -15,8 +15,8 @@ from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import UNMERGEABLE, EvaluationError, NotFoundError
 from mergepipe_pipeline.execution.plan_leases import lease
-from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_plan
+from mergepipe_pipeline.execution.stages import plan_in_stages
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.quality.measure import evaluate as measured
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
@@ -108,7 +108,7 @@ def merge_candidate(
     began_s = time.monotonic()
     try:
         parsed = recipe_of(warehouse, search, proposal)
-        plan = make_plan(warehouse, parsed, progress=progress, relative_to=search.folder)
+        plan = plan_in_stages(warehouse, parsed, progress=progress, relative_to=search.folder)
         leases.enter_context(lease(warehouse, plan))
         done = run_plan(warehouse, plan, options=options, progress=progress, is_stage=True)
     except UNMERGEABLE as error:

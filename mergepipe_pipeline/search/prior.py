@@ -4,7 +4,7 @@ Differences of parameters come from the catalog's statistics; no weight is read 
 source was not analysed yet. A layer's score is the mean over its tensors of ‖Δ‖, each as a share of
 the mean over layers of the tensor of that role: shapes and scales differ from role to role, and the
 catalog has no norms of the base. Of a mix, Δ is what lies between the two sources: exact norms, and
-inner products from sketches. A short length-scale says that an objective changes fast along a
+inner products from samples. A short length-scale says that an objective changes fast along a
 dimension. In the paper (arXiv 2512.09972) only ranks of scores enter; here how far they are apart.
 """
 
@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import combinations, pairwise
+from itertools import pairwise
 
 import numpy as np
 
+from mergepipe_pipeline.analysis.agreement import sums_of
 from mergepipe_pipeline.arrays import F64Array
 from mergepipe_pipeline.domain.layers import layer_count, layer_index, layer_name, with_layer_index
 from mergepipe_pipeline.domain.model import grid_for
-from mergepipe_pipeline.domain.stats import TensorStats, widened
+from mergepipe_pipeline.domain.stats import TensorStats
 from mergepipe_pipeline.facts.analysed import analysed_experts
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.search.ledger import Ledger, Prior, Search
@@ -80,7 +81,8 @@ def _parameter_differences(
     for name in base.views:
         of_sources = [of_one[name] for of_one in tensors if name in of_one]
         if of_sources:
-            norms[name] = math.sqrt(_between(of_sources, is_mix=search.file.is_mix))
+            is_mix, elems = search.file.is_mix, known[0].grid.block_elems
+            norms[name] = math.sqrt(_between(of_sources, elems, is_mix=is_mix))
     return layer_scores(norms, numbered(search.layers))
 
 
@@ -98,18 +100,15 @@ def layer_scores(norms: Mapping[str, float], names: Sequence[str]) -> F64Array:
     return np.array([float(np.mean(of_layer)) if of_layer else 0.0 for of_layer in shares.values()])
 
 
-def _between(stats: Sequence[TensorStats], *, is_mix: bool) -> float:
+def _between(stats: Sequence[TensorStats], block_elems: int, *, is_mix: bool) -> float:
     """‖Δ‖² of one tensor: of the sources from each other in a mix, else of all from the base."""
     total = sum(t.l2sq for t in stats)
+    if not math.isfinite(total):
+        return 0.0
     if is_mix:
-        total -= 2 * sum(_product(a, b) for a, b in combinations(stats, 2))
-    return max(total, 0.0) if math.isfinite(total) else 0.0
-
-
-def _product(one: TensorStats, other: TensorStats) -> float:
-    """The inner product of two deltas, from their sketches block by block."""
-    a, b = (np.nan_to_num(widened(t.block_sketch).astype(np.float64)) for t in (one, other))
-    return float((a * b).sum())
+        inner = sums_of(stats, block_elems).inner  # [sources, sources]
+        total = float(2 * np.trace(inner) - inner.sum())
+    return max(total, 0.0)
 
 
 def _tuple(values: F64Array) -> tuple[float, ...]:

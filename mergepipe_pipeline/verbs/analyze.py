@@ -10,7 +10,7 @@ from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.model import grid_for
 from mergepipe_pipeline.facts.analysed import AnalysedExpert, common_pairs
 from mergepipe_pipeline.facts.passes import complete
-from mergepipe_pipeline.facts.tensor_digests import ensure_digests
+from mergepipe_pipeline.facts.tensor_digests import Contents
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.resolution.locate import locate_registered, names_here
 from mergepipe_pipeline.resolution.open_models import open_pair
@@ -65,7 +65,7 @@ def _digested(
 ) -> Analysis:
     catalog, checkpoint = warehouse.catalog, registration.checkpoint
     fresh = catalog.digests(checkpoint.checkpoint_id) is None
-    ensure_digests(warehouse, checkpoint, progress)
+    Contents(warehouse, checkpoint, progress).digests()
     content = catalog.content_sha256(checkpoint.checkpoint_id)
     return Analysis(registration.name, None, content, fresh, None, 0, 0)
 
@@ -89,8 +89,8 @@ def _against(
         fresh.append(new or bool(analysed[-1].missing()))
     complete(analysed)
     for number, e in enumerate(analysed):
-        ensure_digests(warehouse, e.expert.checkpoint, progress)
-        stats = e.stats(without=("sketch", "sample", "hist"))
+        Contents(warehouse, e.expert.checkpoint, progress).digests()
+        stats = e.stats(without=("sample", "hist"))
         yield Analysis(
             experts[number].name,
             base.name,

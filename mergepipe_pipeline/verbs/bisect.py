@@ -12,7 +12,7 @@ from mergepipe_pipeline.deploy.recipe_files import recipe_files
 from mergepipe_pipeline.domain.evaluation import Gate
 from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.errors import GateError, NotFoundError
-from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.execution.stages import plan_in_stages
 from mergepipe_pipeline.quality.bisection import Bisection, Prepared, Tell, bisect, cost_of
 from mergepipe_pipeline.quality.measure import evaluate
 from mergepipe_pipeline.quality.regression import regression_of
@@ -103,7 +103,7 @@ def _subject(warehouse: Warehouse, what: str) -> tuple[ParsedRecipe, Path, Snaps
 
 def _merged(warehouse: Warehouse, parsed: ParsedRecipe, folder: Path) -> Snapshot:
     """The snapshot of a recipe file as its inputs are now."""
-    plan = make_plan(warehouse, parsed, relative_to=folder)
+    plan = plan_in_stages(warehouse, parsed, relative_to=folder)
     for snapshot in list_snapshots(warehouse.snapshots):
         if snapshot.manifest.plan_id == plan.plan_id:
             return snapshot

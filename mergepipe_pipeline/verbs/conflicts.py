@@ -1,4 +1,4 @@
-"""The verb `conflicts`: how a recipe's experts agree and differ, from catalog sketches alone.
+"""The verb `conflicts`: how a recipe's experts agree and differ, from catalog samples alone.
 
 Also what is shown of it, on the command line and in the Dagster UI alike: estimates come with one
 standard error.

@@ -14,14 +14,14 @@ from mergepipe_pipeline.domain.request import RequestedModel
 from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.execution.egress import egress_of_recipe
 from mergepipe_pipeline.execution.gather import PlanInputs, gather
-from mergepipe_pipeline.execution.planning import resolve_after_stages
+from mergepipe_pipeline.execution.stages import merge_stages
 from mergepipe_pipeline.facts.offline import present_root
 from mergepipe_pipeline.pictures import Panel, Series, panels_picture
 from mergepipe_pipeline.planner.budget_curve import SHARES, BudgetCurve, Point, budget_curve
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import parse_plan
-from mergepipe_pipeline.resolution.resolve import Planning, resolve_again
+from mergepipe_pipeline.resolution.resolve import Planning, resolve_again, resolve_stage
 from mergepipe_pipeline.text import byte_unit, size
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -62,8 +62,9 @@ def curve(
 
     Raises what planning raises, and BudgetError without a base.
     """
-    resolved, results = resolve_after_stages(warehouse, parsed, progress=progress, **planning)
-    inputs = gather(warehouse, resolved, progress, unnamed=results, for_parts=True)
+    stages = merge_stages(warehouse, parsed, progress=progress, **planning)
+    resolved = stages.before(resolve_stage(warehouse, parsed, stages.checkpoints, **planning))
+    inputs = gather(warehouse, resolved, progress, unnamed=stages.checkpoints, for_parts=True)
     return replace(_curve(inputs, shares), egress=egress_of_recipe(warehouse, resolved))
 
 

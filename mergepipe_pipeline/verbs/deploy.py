@@ -54,8 +54,8 @@ from mergepipe_pipeline.execution.lookup import (
     working_plan,
 )
 from mergepipe_pipeline.execution.plan_leases import lease, lease_layers, lease_recipe
-from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import made_anew
+from mergepipe_pipeline.execution.stages import plan_in_stages
 from mergepipe_pipeline.execution.throughput import UNKNOWN, expected_s, nbytes_of_plan
 from mergepipe_pipeline.facts.damaged_packs import refuse_damaged
 from mergepipe_pipeline.integrity.weights import audit_snapshot, refuse_unfit
@@ -193,7 +193,7 @@ def plan_recipe(warehouse: Warehouse, file: RecipeFile, *, budget: str | None = 
         states = states_of(warehouse, inputs)
         refuse_damaged(warehouse, {name: arrival(warehouse, name).packed.packs for name in inputs})
         with blaming_inputs(warehouse, states):
-            plan = make_plan(
+            plan = plan_in_stages(
                 warehouse,
                 file.recipe,
                 relative_to=warehouse.recipes,

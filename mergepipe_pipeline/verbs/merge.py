@@ -7,13 +7,12 @@ is read. CLI and Python API call this; Dagster runs its steps one by one (`verbs
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
-from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.outcome import RunStart
 from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.domain.snapshot import Ref, Snapshot
@@ -21,13 +20,14 @@ from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import DamagedPackError
 from mergepipe_pipeline.execution.egress import traffic, traffic_since
 from mergepipe_pipeline.execution.plan_leases import refuse_full_disk
-from mergepipe_pipeline.execution.planning import plan_resolved, prefetch_base, resolve_after_stages
+from mergepipe_pipeline.execution.planning import StageResults, plan_resolved, prefetch_base
 from mergepipe_pipeline.execution.run import MergeOutcome, run_plan
+from mergepipe_pipeline.execution.stages import merge_stages
 from mergepipe_pipeline.integrity.weights import non_finite_warning
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
-from mergepipe_pipeline.resolution.resolve import Planning, ResolvedRecipe
+from mergepipe_pipeline.resolution.resolve import Planning, ResolvedRecipe, resolve_stage
 from mergepipe_pipeline.snapshots.leases import Need
 from mergepipe_pipeline.verbs.export import check_out, export
 from mergepipe_pipeline.verbs.gate import Judged, judge_snapshot, mark, refuse, refuse_unready
@@ -98,7 +98,8 @@ def merge(
     parsed = recipe if isinstance(recipe, ParsedRecipe) else load_recipe(recipe, warehouse)
     here = refuse_unready(parsed.evaluator, planning.get("relative_to"))
     warehouse.ensure()
-    resolved, stages = resolve_after_stages(warehouse, parsed, progress=progress, **planning)
+    stages = merge_stages(warehouse, parsed, progress=progress, **planning)
+    resolved = stages.before(resolve_stage(warehouse, parsed, stages.checkpoints, **planning))
     if resolved.cost.analysis_bytes:  # of known experts, layers may be there
         refuse_full_disk(warehouse.root, resolved.cost.output_bytes)
     began_s = time.monotonic() if parsed.before else began_s
@@ -117,7 +118,7 @@ def merge(
 def _planned_and_run(
     warehouse: Warehouse,
     resolved: ResolvedRecipe,
-    stages: Mapping[str, Checkpoint],
+    stages: StageResults,
     progress: Progress,
     run: Callable[[Warehouse, MergePlan], MergeOutcome],
 ) -> tuple[MergePlan, MergeOutcome]:
@@ -125,7 +126,7 @@ def _planned_and_run(
     warned: set[str] = set()
     while True:
         with prefetch_base(resolved):
-            plan = plan_resolved(warehouse, resolved, progress, unnamed=stages)
+            plan = plan_resolved(warehouse, resolved, stages, progress)
         progress.warn(*(warning for warning in plan.warnings if warning not in warned))
         warned.update(plan.warnings)
         try:

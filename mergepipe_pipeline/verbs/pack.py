@@ -24,13 +24,14 @@ from mergepipe_pipeline.domain.view import moved
 from mergepipe_pipeline.errors import CorruptionError, IncompatibleCheckpointsError, MergePipeError
 from mergepipe_pipeline.execution.packing import contents_of, pays_back_after
 from mergepipe_pipeline.execution.plan_leases import staging
-from mergepipe_pipeline.facts.analysed import AnalysedExpert, FactTables, Sparsified
+from mergepipe_pipeline.facts.analysed import AnalysedExpert, Sparsified
 from mergepipe_pipeline.facts.input_segments import checkpoint_inputs
 from mergepipe_pipeline.packs.codec import unit_of
 from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.index import pack_id_of
 from mergepipe_pipeline.packs.store import TIER_SETS, PackStore
 from mergepipe_pipeline.packs.writer import Origin, Packing, write_pack
+from mergepipe_pipeline.planner.parts import TensorFacts
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.resolution.locate import Places, locate_registered, names_here
 from mergepipe_pipeline.resolution.open_models import open_pair
@@ -233,9 +234,9 @@ def _packings(
     """
     grid = grid_for(base, None)
     pairs = [(c.name, c.base_name) for c in contents]
-    analysed, tables = AnalysedExpert(warehouse, expert, base, grid, pairs, progress), FactTables()
+    analysed, tables = AnalysedExpert(warehouse, expert, base, grid, pairs, progress), TensorFacts()
     analysed.complete()
-    stats = analysed.stats(without=("sketch", "sample", "hist"))
+    stats = analysed.stats(without=("sample", "hist"))
     # A trim to the density of X20, which a recipe might ask for as well.
     trimmed = [
         Sparsified(

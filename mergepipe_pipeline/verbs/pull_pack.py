@@ -16,7 +16,7 @@ from mergepipe_pipeline.checkpoints.open_checkpoint import model_files, open_che
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundError
 from mergepipe_pipeline.execution.plan_leases import staging
 from mergepipe_pipeline.facts.pack_source import PackFiles, refuse_other_base
-from mergepipe_pipeline.facts.tensor_digests import ensure_digests
+from mergepipe_pipeline.facts.tensor_digests import Contents
 from mergepipe_pipeline.packs.offline import OfflineExpert
 from mergepipe_pipeline.packs.portable import (
     BESIDE,
@@ -207,7 +207,7 @@ def _refuse_other_base(
     warehouse: Warehouse, portable: PortablePack, expert: OfflineExpert, progress: Progress
 ) -> None:
     base = locate_registered(warehouse, expert.base).checkpoint
-    digests = ensure_digests(warehouse, base, progress)
+    digests = Contents(warehouse, base, progress).digests()
     for content in portable.tensors:
         refuse_other_base(expert, base, digests, content)
 

@@ -19,7 +19,7 @@ from mergepipe_pipeline.execution.lookup import plan_of
 from mergepipe_pipeline.execution.packing import contents_of
 from mergepipe_pipeline.execution.plan_leases import staging
 from mergepipe_pipeline.facts.side_file_digests import refuse_changed_files
-from mergepipe_pipeline.facts.tensor_digests import refuse_changed_tensors
+from mergepipe_pipeline.facts.tensor_digests import Contents
 from mergepipe_pipeline.integrity.packs import refuse_damaged_frames
 from mergepipe_pipeline.packs.contents import packed_as
 from mergepipe_pipeline.packs.index import frames_path
@@ -171,7 +171,7 @@ def _expert_of(
             next_step="download the expert, and pack it here",
         )
     refuse_changed_files(warehouse, checkpoint)
-    refuse_changed_tensors(warehouse, checkpoint, progress)
+    Contents(warehouse, checkpoint, progress).verify_tensors()
     with staging(warehouse, "push") as staged:
         digests = warehouse.catalog.digests(checkpoint.checkpoint_id) or {}
         expert = OfflineExpert(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.facts.quarantine import Quarantine, decide, quarantine_of
-from mergepipe_pipeline.facts.tensor_digests import content_of, ensure_digests
+from mergepipe_pipeline.facts.tensor_digests import Contents, content_of
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.storage.permissions import this_user
 from mergepipe_pipeline.warehouse import Warehouse
@@ -25,7 +25,7 @@ def quarantine(
     quarantine.
     """
     checkpoint = warehouse.catalog.get(name).checkpoint
-    ensure_digests(warehouse, checkpoint, progress)
+    Contents(warehouse, checkpoint, progress).digests()
     if release and quarantine_of(warehouse, name) is None:
         raise NotFoundError(
             "This expert is not in quarantine",

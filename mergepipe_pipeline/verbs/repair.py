@@ -25,7 +25,7 @@ from mergepipe_pipeline.domain.checkpoint import PACKED
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.execution.lookup import provenance_of
 from mergepipe_pipeline.facts.offline import open_offline
-from mergepipe_pipeline.facts.tensor_digests import ensure_digests
+from mergepipe_pipeline.facts.tensor_digests import Contents
 from mergepipe_pipeline.integrity.auditor import Finding, Scope
 from mergepipe_pipeline.integrity.records import action_of, readable_snapshots
 from mergepipe_pipeline.packs.contents import holds
@@ -165,7 +165,7 @@ def _to_learn(
         return {f"record of {name}": partial(catalog.get, name)}
     if kind == CONTENTS:
         checkpoint = catalog.get(name).checkpoint
-        return {f"digests of {name}": partial(ensure_digests, warehouse, checkpoint, progress)}
+        return {f"digests of {name}": Contents(warehouse, checkpoint, progress).digests}
     match, base = _STATS.match(path.name), names.get(path.parent.parent.name)
     if kind != FACTS or not match or not base:
         return {}

@@ -16,6 +16,7 @@ from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.plan import ENGINE_VERSION, MergePlan
+from mergepipe_pipeline.domain.recipe import pairs_of
 from mergepipe_pipeline.domain.request import Request, RequestedModel
 from mergepipe_pipeline.domain.snapshot import Manifest, Snapshot
 from mergepipe_pipeline.engine.options import EngineOptions
@@ -27,10 +28,11 @@ from mergepipe_pipeline.errors import (
 )
 from mergepipe_pipeline.execution.lookup import provenance_of, snapshot_named
 from mergepipe_pipeline.execution.plan_leases import scratch
-from mergepipe_pipeline.execution.planning import plan_resolved, run_stages
+from mergepipe_pipeline.execution.planning import StageResults, plan_resolved
 from mergepipe_pipeline.execution.run import run_plan
+from mergepipe_pipeline.execution.stages import run_stages
 from mergepipe_pipeline.facts.offline import present_root
-from mergepipe_pipeline.facts.tensor_digests import ensure_digests
+from mergepipe_pipeline.facts.tensor_digests import Contents
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.recipe.selectors import Recorded
@@ -136,20 +138,20 @@ def _plan(
 ) -> MergePlan:
     """The plan of the last stage; those before it are merged now."""
 
-    def plan_stage(stage: ParsedRecipe, results: Mapping[str, Checkpoint]) -> MergePlan:
-        resolved = resolve_again(anew, stage, {**inputs, **results}, request)
+    def resolve_next(stage: ParsedRecipe, stages: StageResults) -> ResolvedRecipe:
+        resolved = resolve_again(anew, stage, {**inputs, **stages.checkpoints}, request)
         _repack(anew, resolved, request.packs, progress)
-        return plan_resolved(anew, resolved, progress, unnamed=results)
+        return resolved
 
-    return plan_stage(parsed, run_stages(anew, parsed, plan_stage, progress))
+    stages = run_stages(anew, parsed, resolve_next, progress)
+    return plan_resolved(anew, stages.before(resolve_next(parsed, stages)), stages, progress)
 
 
 def _repack(
     anew: Warehouse, resolved: ResolvedRecipe, wanted: Sequence[str], progress: Progress | None
 ) -> None:
     """Make the packs anew that the merge chose its levels of."""
-    pairs = {(i.model, t.base.model) for t in resolved.recipe.tensors if t.base for i in t.inputs}
-    for expert, base in sorted(pairs) if wanted else ():
+    for expert, base in sorted(pairs_of(resolved.recipe.tensors)) if wanted else ():
         models = packable(resolved.originals[expert], resolved.originals[base])
         repack(anew, models, wanted, progress or Silent())
 
@@ -175,7 +177,7 @@ def _inputs(
             except MergePipeError as error:
                 looked_at.append(f"{place}: {error.what}")
                 continue
-            content = digest_json(dict(ensure_digests(anew, checkpoint, progress)))
+            content = digest_json(dict(Contents(anew, checkpoint, progress).digests()))
             if content == model.content_sha256:
                 inputs[model.text] = checkpoint
                 break
@@ -245,5 +247,5 @@ def _facts(manifest: Manifest) -> dict[str, str]:
 
 def _contents(anew: Warehouse, snapshot: Snapshot) -> dict[str, str]:
     """The digests of tensors, in whatever files they lie."""
-    digests = ensure_digests(anew, open_checkpoint(snapshot.path, "result"))
+    digests = Contents(anew, open_checkpoint(snapshot.path, "result")).digests()
     return {f"tensor {name}": digest for name, digest in sorted(dict(digests).items())}

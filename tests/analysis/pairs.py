@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,33 +70,6 @@ def figures(stats: TensorStats) -> dict[str, object]:
 
     left_out = ("segments", "base_segments")  # which the digests are of
     return {name: plain(value) for name, value in vars(stats).items() if name not in left_out}
-
-
-def signs_and_lanes(key: int, n: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """What becomes of elements 0 to n in sketches with this key: their signs, ±1, and lanes."""
-    signs: list[int] = []
-    lanes: list[int] = []
-    for word in range(-(-n // 64)):
-        bits = _split_mix(key + word * 0x9E3779B97F4A7C15)
-        signs += [-1 if bits >> i & 1 else 1 for i in range(64)]
-        lanes += [(i + _split_mix(bits)) % 64 for i in range(64)]
-    return np.array(signs[:n], np.int64), np.array(lanes[:n], np.int64)
-
-
-def _split_mix(word: int) -> int:
-    word %= 1 << 64
-    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 % (1 << 64)
-    word = (word ^ word >> 27) * 0x94D049BB133111EB % (1 << 64)
-    return word ^ word >> 31
-
-
-def sketch_of(base_tensor: str, delta: Floats, block_elems: int) -> npt.NDArray[np.uint16]:
-    """Sketches of blocks, in bfloat16; every element asks for its own sign and lane."""
-    key = int(hashlib.sha256(f"sketch:{base_tensor}".encode()).hexdigest()[:16], 16)
-    signs, lanes = signs_and_lanes(key, len(delta))
-    sketch = np.zeros((-(-len(delta) // block_elems), 64))
-    np.add.at(sketch, (np.arange(len(delta)) // block_elems, lanes), signs * delta)
-    return bfloat16_bits(sketch.astype(np.float32))
 
 
 def bfloat16_bits(values: Floats) -> npt.NDArray[np.uint16]:

@@ -14,7 +14,7 @@ from mergepipe_pipeline.analysis.order import KEEP_ALL, KEEP_NONE
 from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.domain.plan import TrimRule
 from mergepipe_pipeline.domain.stats import TensorStats
-from mergepipe_pipeline.operators.steps.open_trim import Run, closed
+from mergepipe_pipeline.operators.kernels.nth_tie import closed
 from tests.analysis.pairs import analyze_one, delta_of, on_disk
 from tests.analysis.test_thresholds import kept_by, oracle
 from tests.support.stored import Floats, Stored, encode
@@ -33,11 +33,9 @@ def rule_for(stats: TensorStats, keep: int, block_elems: int = BLOCK) -> TrimRul
     return open_rule(stats, stats.block_magnitudes, keep, block_elems)
 
 
-def closed_by(delta: Floats, rule: TrimRule, run_elems: int = 1000) -> TrimRule:
-    """The rule after a look at its block, in short runs."""
-    starts = range(rule.tie_stop_elem, rule.ties_until_elem, run_elems)
-    ends = (min(a + run_elems, rule.ties_until_elem) for a in starts)
-    return closed(rule, (Run(a, delta[a:b]) for a, b in zip(starts, ends, strict=True)))
+def closed_by(delta: Floats, rule: TrimRule) -> TrimRule:
+    """The rule after a look at its block."""
+    return closed(rule, delta[rule.tie_stop_elem :]) if rule.is_open else rule
 
 
 def keeps_of(stats: TensorStats) -> list[int]:
@@ -112,15 +110,10 @@ def test_keeping_nothing_and_keeping_all_need_no_list() -> None:
     assert plain_rule(stats, stats.nonzero - 1) is None
 
 
-def test_a_closed_rule_stays_as_it_is_and_asks_for_nothing() -> None:
-    rule = TrimRule(5, 7)
-    assert closed(rule, (pytest.fail("a read") for _ in range(1))) == rule
-
-
 def test_of_fewer_ties_than_are_to_be_kept_all_are() -> None:
     delta = np.ones(100, np.float32)
     bits = int(delta[:1].view(np.uint32)[0])
-    assert closed(TrimRule(bits, 4096, 200, 8192), [Run(4096, delta)]) == TrimRule(bits, 8192)
+    assert closed(TrimRule(bits, 4096, 200, 8192), delta) == TrimRule(bits, 8192)
 
 
 @pytest.mark.parametrize(("dtype", "is_listed"), [("BF16", True), ("F32", False)])

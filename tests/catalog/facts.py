@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.domain.checkpoint import Checkpoint, CheckpointKind, FileEntry, TensorEntry
 from mergepipe_pipeline.domain.segments import COARSE_ELEMS, Segments
-from mergepipe_pipeline.domain.stats import SAMPLE_WIDTH, SKETCH_WIDTH, ExpertStats, TensorStats
+from mergepipe_pipeline.domain.stats import SAMPLE_WIDTH, ExpertStats, TensorStats
 
 TENSOR_NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
 SHA = st.text("0123456789abcdef", min_size=64, max_size=64)
@@ -92,8 +92,6 @@ def tensor_stats(draw: st.DrawFn, name: str, base_name: str) -> TensorStats:
         draw(hnp.arrays(np.float64, n, elements=wide)),
         draw(hnp.arrays(np.float32, n, elements=narrow)),
         draw(hnp.arrays(np.int64, n, elements=st.integers(0, 4096))),
-        draw(hnp.arrays(np.int64, n, elements=st.integers(0, 4096))),
-        draw(hnp.arrays(np.uint16, (n, SKETCH_WIDTH))),
         draw(hnp.arrays(np.uint16, (n, SAMPLE_WIDTH))),
     )
 
@@ -128,8 +126,6 @@ def some_stats(
             rng.random(blocks),
             rng.random(blocks).astype(np.float32),
             rng.integers(0, 9, blocks),
-            rng.integers(0, 9, blocks),
-            rng.integers(0, 1 << 16, (blocks, SKETCH_WIDTH), np.uint16),
             rng.integers(0, 1 << 16, (blocks, SAMPLE_WIDTH), np.uint16),
         )
 

@@ -97,11 +97,11 @@ def test_only_the_columns_and_tensors_in_question_are_read(
 
     monkeypatch.setattr(pq.ParquetFile, "read_row_groups", counted)
     assert [pair for pair, _ in facts.magnitudes(ELEMS, [("v", "v")])] == [("v", "v")]
-    facts.stats(ELEMS, without=["sketch", "sample", "hist"])
+    facts.stats(ELEMS, without=["sample", "hist"])
     (groups, columns), (every, plain) = read
     assert (groups, every) == ([1], [0, 1, 2])
     assert columns == {"tensor", "base_tensor", "entries", "bits", "counts"}
-    assert not plain & {"block_sketch", "block_sample", "hist_bins", "bits"}
+    assert not plain & {"block_sample", "hist_bins", "bits"}
 
 
 @pytest.mark.parametrize("damage", [b"", b"PAR1", b"x" * 500])

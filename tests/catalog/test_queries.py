@@ -20,7 +20,7 @@ ROWS = {
     "tensor_stats": 2,
     "tensor_histograms": 2,
     "block_stats": 6,
-    "block_sketches": 6,
+    "block_samples": 6,
     "facts": 2,
     "plans": 0,
     "snapshots": 0,

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.execution.lookup import load_plan
-from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import MergeOutcome, run_plan
+from mergepipe_pipeline.execution.stages import plan_in_stages
 from mergepipe_pipeline.operators.steps.random import keep_mask
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.storage import read_batch
@@ -42,7 +42,7 @@ def run(
 ) -> MergeOutcome:
     """Plan and merge recipe text."""
     raw = parse(text, name="test", where="test")
-    return run_plan(home, make_plan(home, raw, **planning), options=options)  # type: ignore[arg-type]
+    return run_plan(home, plan_in_stages(home, raw, **planning), options=options)  # type: ignore[arg-type]
 
 
 def tensors(folder: str | Path) -> dict[str, torch.Tensor]:
@@ -129,7 +129,7 @@ def test_bytes_read_are_the_bytes_planned_and_within_the_budget(
 def test_the_kernel_counts_no_more_expert_bytes_than_planned(
     home: Warehouse, family: Path, recipe_text: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = make_plan(home, parse(recipe_text(), name="t", where="t"), budget="25%")
+    plan = plan_in_stages(home, parse(recipe_text(), name="t", where="t"), budget="25%")
     counted: dict[str, int] = {}
     alone = os.preadv
 
@@ -217,7 +217,7 @@ def test_buying_by_magnitude_errs_less_than_buying_by_hash_or_dropping_experts(
 def test_a_stored_plan_is_the_plan_that_was_made(
     home: Warehouse, recipe_text: Callable[..., str]
 ) -> None:
-    plan = make_plan(home, parse(recipe_text(), name="t", where="t"), budget="25%")
+    plan = plan_in_stages(home, parse(recipe_text(), name="t", where="t"), budget="25%")
     assert load_plan(home, plan.plan_id) == plan
 
 
@@ -230,7 +230,7 @@ def test_memory_held_does_not_grow_with_the_number_of_experts(
     from mergepipe_pipeline.engine.sources import SourcePool
 
     options = EngineOptions()
-    plan = make_plan(home, parse(recipe_text(), name="t", where="t"))
+    plan = plan_in_stages(home, parse(recipe_text(), name="t", where="t"))
     task = next(t for layer in plan.layers for t in layer.tasks if t.experts)
     one = task.experts[0]
     one = replace(one, view=replace(one.view, dtype=dtype))

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mergepipe_pipeline.errors import CheckpointError, RecipeError
-from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_plan
+from mergepipe_pipeline.execution.stages import plan_in_stages
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.resolution.resolve import resolve
 from mergepipe_pipeline.warehouse import Warehouse
@@ -112,7 +112,7 @@ def test_a_changed_last_stage_leaves_the_layers_of_the_first_as_they_are(
     objects = files_under(home.objects_dir)
     text = both(family).replace("weight: 0.3", "weight: 0.4")
     raw = parse(text, name="t", where="t")
-    plan = make_plan(home, raw)
+    plan = plan_in_stages(home, raw)
     assert files_under(home.objects_dir) == objects
     run_plan(home, plan)
     assert len(list(home.snapshots.iterdir())) == 3
@@ -121,7 +121,7 @@ def test_a_changed_last_stage_leaves_the_layers_of_the_first_as_they_are(
 def test_a_stage_that_was_merged_alone_is_found_again(home: Warehouse, family: Path) -> None:
     alone = run(home, first(family))
     objects = files_under(home.objects_dir)
-    make_plan(home, parse(both(family), name="t", where="t"))
+    plan_in_stages(home, parse(both(family), name="t", where="t"))
     assert files_under(home.objects_dir) == objects
     assert [p.name for p in home.snapshots.iterdir()] == [alone.snapshot.snapshot_id]
 
@@ -161,7 +161,7 @@ def test_a_problem_in_any_stage_is_told_before_anything_is_written(
 ) -> None:
     text = both(family).replace(right, wrong, 1)
     with pytest.raises((CheckpointError, RecipeError), match=message):
-        make_plan(home, parse(text, name="t", where="t"))
+        plan_in_stages(home, parse(text, name="t", where="t"))
     assert not files_under(home.root)
 
 
@@ -211,7 +211,7 @@ def test_a_shape_that_does_not_fit_a_stages_result_is_told_before_it_is_made(
     narrow = write_model(tmp_path / "narrow", tensors_of(0, None, **sizes), **sizes)
     text = both(family).replace(str(family / "expert_02"), str(narrow))
     with pytest.raises(RecipeError, match="do not fit"):
-        make_plan(home, parse(text, name="t", where="t"))
+        plan_in_stages(home, parse(text, name="t", where="t"))
     assert not files_under(home.root)
 
 

@@ -16,7 +16,7 @@ from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.facts import passes
 from mergepipe_pipeline.facts.places import Places, place_of
-from mergepipe_pipeline.facts.tensor_digests import verify_place
+from mergepipe_pipeline.facts.tensor_digests import Contents
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.storage import atomic
 from mergepipe_pipeline.verbs.analyze import analyze
@@ -227,12 +227,12 @@ def test_a_place_that_cannot_be_written_down_is_verified_once_by_each_process(
     monkeypatch.setattr(atomic, "crash_hook", refused)
     for expected in (checkpoint.nbytes, 0):
         with tensor_reads() as reads:
-            verify_place(home, checkpoint)
+            Contents(home, checkpoint).verify()
         assert of(reads, "expert_00") == expected
     monkeypatch.undo()
     place = place_of(home, checkpoint)
     assert place is not None
     assert not list(home.catalog_dir.rglob(f"{place}.json"))
     with pytest.raises(CorruptionError, match=OTHER):
-        verify_place(home, open_checkpoint(str(inputs / "other" / "expert_00"), "expert_00"))
+        Contents(home, open_checkpoint(str(inputs / "other" / "expert_00"), "expert_00")).verify()
     assert place in Places(home, checkpoint.checkpoint_id)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from mergepipe_pipeline.errors import CheckpointError, RecipeError
-from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_plan
+from mergepipe_pipeline.execution.stages import plan_in_stages
 from mergepipe_pipeline.resolution.recipe_text import load_recipe, parse
 from mergepipe_pipeline.resolution.resolve import resolve
 from mergepipe_pipeline.warehouse import Warehouse
@@ -44,7 +44,7 @@ def text(base: Path, family: Path, recipe_text: Callable[..., str]) -> str:
 def test_a_snapshot_has_the_known_side_files_bit_for_bit_and_no_other(
     home: Warehouse, base: Path, text: str
 ) -> None:
-    snapshot = run_plan(home, make_plan(home, parse(text, name="t", where="t"))).snapshot
+    snapshot = run_plan(home, plan_in_stages(home, parse(text, name="t", where="t"))).snapshot
     manifest = json.loads((Path(snapshot.path) / "manifest.json").read_bytes())
     found = {side["file"]: side for side in manifest["side_files"]}
     assert found.keys() == MADE | SIDE.keys()
@@ -60,7 +60,7 @@ def test_a_snapshot_has_the_known_side_files_bit_for_bit_and_no_other(
 def test_a_side_file_that_becomes_a_link_after_planning_is_not_published(
     home: Warehouse, base: Path, text: str, name: str
 ) -> None:
-    plan = make_plan(home, parse(text, name="t", where="t"))
+    plan = plan_in_stages(home, parse(text, name="t", where="t"))
     (base.parent / "id_rsa").write_bytes(SECRET)
     (base / name).unlink()
     (base / name).symlink_to("../id_rsa")
@@ -74,7 +74,7 @@ def test_a_config_that_is_replaced_after_planning_is_refused(
     home: Warehouse, base: Path, text: str, config: str
 ) -> None:
     (base / CONFIG).write_text('{"text_config": {"vocab_size": 1}}')
-    plan = make_plan(home, parse(text, name="t", where="t"))
+    plan = plan_in_stages(home, parse(text, name="t", where="t"))
     assert plan.side.config[0][0] == "text_config.vocab_size"
     (base / CONFIG).write_text(config)
     with pytest.raises(CheckpointError, match=r"config.*config\.json"):

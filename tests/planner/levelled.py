@@ -14,15 +14,11 @@ from mergepipe_pipeline.planner.packed_rows import (
     N_LEVELS,
     PackedRow,
     PackGrid,
-    PackPace,
     RowLevels,
 )
 from mergepipe_pipeline.planner.selection import PlanningProblem
 
 GRID = PackGrid(CHUNK_ELEMS)
-#: Packs are read where they are fewer bytes.
-SLOW_DISK = PackPace(read_bytes_per_s=1.0, decode_elem_s=0.0, merge_elem_s=0.0)
-FAST_DISK = PackPace(read_bytes_per_s=1e12, decode_elem_s=1.0, merge_elem_s=0.0)
 
 
 def levels_of(rng: np.random.Generator, l2sq: np.ndarray, pack: int = 0) -> RowLevels:
@@ -77,7 +73,7 @@ def tables(draw: st.DrawFn, *, most_blocks: int = 6) -> LevelTable:
     return LevelTable(lay_out(rows, GRID))
 
 
-def problem(table: LevelTable, pace: PackPace = SLOW_DISK) -> PlanningProblem:
+def problem(table: LevelTable) -> PlanningProblem:
     """A problem of which nothing but what it costs and leaves is known."""
     count = 1 + max(r.position for r in table.candidates.rows)
     tensors = 1 + max(r.tensor for r in table.candidates.rows)
@@ -87,6 +83,6 @@ def problem(table: LevelTable, pace: PackPace = SLOW_DISK) -> PlanningProblem:
         samples={},
         tensors=[f"t{n}" for n in range(tensors)],
         experts=[(f"e{n}",) for n in range(count)],
-        pace=pace,
+        has_packs=True,
         block_elems=CHUNK_ELEMS,
     )

@@ -27,9 +27,8 @@ from mergepipe_pipeline.domain.recipe import (
     TensorRecipe,
 )
 from mergepipe_pipeline.domain.view import LowRank
-from mergepipe_pipeline.operators import OPERATORS
-from mergepipe_pipeline.planner.parts import Method, TensorFacts
-from mergepipe_pipeline.planner.plan_builder import PlanBuilder, PlanInput
+from mergepipe_pipeline.planner.parts import TensorFacts
+from mergepipe_pipeline.planner.plan_builder import PlanBuilder
 from mergepipe_pipeline.storage.forms import record_of
 from tests.analysis.pairs import analyze_one
 from tests.support import oracles
@@ -40,7 +39,6 @@ pytestmark = pytest.mark.usefixtures("baselines")
 
 GRID = BlockGrid(4096)
 PARTIAL = ["magnitude", "hash", "drop-experts"]
-METHODS = {n: Method(o.schema, o.coefficients, o.response) for n, o in OPERATORS.items()}
 
 
 def digests_of(checkpoint: Checkpoint) -> dict[str, str]:
@@ -54,7 +52,8 @@ class Family:
     def __init__(self, kinds: Kinds) -> None:
         self.kinds = kinds
         self.models = [kinds.base, *(kinds.experts[name].model for name in KINDS)]
-        self.inputs = [PlanInput(m, [digests_of(c) for c in m.checkpoints]) for m in self.models]
+        checkpoints = (c for m in self.models for c in m.checkpoints)
+        self.digests = {c.checkpoint_id: digests_of(c) for c in checkpoints}
         self.stats = {
             (i, 0): analyze_one(m, kinds.base, [("w", "w")], GRID)
             for i, m in enumerate(self.models)
@@ -93,11 +92,11 @@ class Family:
             seed=1,
             ref="main",
         )
-        facts = TensorFacts(trims={}, outliers={}, scales={}, measured={}, chosen=chosen or {})
+        facts = TensorFacts(chosen=chosen or {})
         return PlanBuilder(
             recipe=recipe,
-            methods=METHODS,
-            inputs=self.inputs,
+            models=self.models,
+            digests=self.digests,
             stats=self.stats,
             facts=facts,
             grid=GRID,
@@ -195,7 +194,8 @@ def test_sources_of_models_with_several_checkpoints_are_numbered_through(family:
 
 def test_an_expert_is_named_by_what_it_holds(family: Family) -> None:
     found = experts_of(family.plan())
-    assert found["full"].digest == family.inputs[1].digests[0]["w"]
+    expert = family.models[1].checkpoint
+    assert found["full"].digest == family.digests[expert.checkpoint_id]["w"]
     assert len({e.digest for e in found.values()}) == len(KINDS)
     assert all(len(e.digest) == 64 for e in found.values())
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.domain.plan import TrimRule
-from mergepipe_pipeline.domain.stats import SAMPLE_WIDTH, SKETCH_WIDTH, TensorStats
+from mergepipe_pipeline.domain.stats import SAMPLE_WIDTH, TensorStats
 from mergepipe_pipeline.planner.kept_sq_norm import kept_sq_norm
 from tests.support.oracles import largest
 
@@ -25,7 +25,6 @@ def statistics(delta: Deltas) -> TensorStats:
     square = np.square(delta.astype(np.float64))
     starts = np.arange(0, len(delta), GRID.block_elems)
     nothing = np.zeros((len(starts), SAMPLE_WIDTH), np.uint16)
-    assert SAMPLE_WIDTH == SKETCH_WIDTH
     return TensorStats(
         tensor="w",
         base_tensor="w",
@@ -43,8 +42,6 @@ def statistics(delta: Deltas) -> TensorStats:
         block_l2sq=np.add.reduceat(square, starts),
         block_max_abs=np.maximum.reduceat(np.abs(delta), starts),
         block_nonzero=np.add.reduceat((delta != 0).astype(np.int64), starts),
-        block_positive=np.add.reduceat((delta > 0).astype(np.int64), starts),
-        block_sketch=nothing,
         block_sample=nothing,
     )
 

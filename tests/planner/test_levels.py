@@ -25,7 +25,7 @@ from mergepipe_pipeline.planner.packed_rows import (
 )
 from mergepipe_pipeline.planner.selection import PlanningProblem, select
 from mergepipe_pipeline.planner.strategies import PACKS, STRATEGIES, Ranked, rank
-from tests.planner.levelled import FAST_DISK, GRID, levels_of, problem, tables
+from tests.planner.levelled import GRID, levels_of, problem, tables
 
 PATTERN = st.sampled_from(["*", "e0", "e1"])
 SELECTIONS = st.lists(
@@ -60,7 +60,7 @@ def test_levels_cost_no_more_than_the_budget_and_the_shares_allow(
     budget = Budget(fraction=fraction, pin=tuple(pin), exclude=tuple(exclude), shares=shares)
     q, c = problem(table), table.candidates
     constraints = q.constraints(budget)
-    pinned = np.where(constraints.pinned, table.exact(), np.int8(NOTHING))
+    pinned = np.where(constraints.pinned, table.cheapest, np.int8(NOTHING))
     dear = int(table.nbytes(pinned).sum())
     try:
         levels = select_levels(q, budget)
@@ -171,21 +171,15 @@ def test_all_places_and_all_experts_of_like_strength_reach_a_level_before_any_th
 
 
 @given(table=tables())
-def test_where_everything_fits_it_is_exact_and_read_from_wherever_that_is_faster(
+def test_where_everything_fits_it_is_exact_and_read_from_wherever_it_is_fewer_bytes(
     table: LevelTable,
 ) -> None:
-    for pace, from_packs in ((None, True), (FAST_DISK, False)):
-        q = problem(table, pace) if pace else problem(table)
-        levels = select_levels(q, Budget())
-        assert not table.residual_sq(levels).any()
-        nbytes = table.nbytes(levels)
-        assert (nbytes <= table.candidates.nbytes).all()
-        if not from_packs:
-            assert set(levels.tolist()) <= {NOTHING, ORIGINAL}
-    # Of what is too much of the originals, a pack may have everything.
-    cheapest = int(table.nbytes(table.exact()).sum())
-    tight = select_levels(problem(table, FAST_DISK), Budget(nbytes=cheapest))
-    assert not table.residual_sq(tight).any()
+    levels = select_levels(problem(table), Budget())
+    assert not table.residual_sq(levels).any()
+    nbytes = table.nbytes(levels)
+    assert (nbytes <= table.candidates.nbytes).all()
+    tight = select_levels(problem(table), Budget(nbytes=int(nbytes.sum())))
+    assert (tight == levels).all()
 
 
 @given(table=tables(), fraction=st.floats(0, 1))

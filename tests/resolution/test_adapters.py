@@ -25,8 +25,8 @@ from mergepipe_pipeline.errors import (
     IncompatibleCheckpointsError,
     MergePipeError,
 )
-from mergepipe_pipeline.execution.planning import make_plan
-from mergepipe_pipeline.facts.tensor_digests import ensure_digests
+from mergepipe_pipeline.execution.stages import plan_in_stages
+from mergepipe_pipeline.facts.tensor_digests import Contents
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.resolution.resolve import resolve
 from mergepipe_pipeline.verbs.analyze import analyze
@@ -298,7 +298,7 @@ def test_magnitude_buys_the_factors_of_a_change_first_that_costs_little_per_gain
     home: Warehouse, zoo: Zoo
 ) -> None:
     text = recipe("task_arithmetic", zoo.bases["llama"], [zoo.adapters["plain"], zoo.full])
-    plan = make_plan(home, parse(text, name="t", where="t"), budget="60%")
+    plan = plan_in_stages(home, parse(text, name="t", where="t"), budget="60%")
     bought = {
         (t.name, e.position)
         for layer in plan.layers
@@ -365,7 +365,7 @@ def test_adapters_of_other_kinds_are_refused_with_nothing_written(
     assert caught.value.next_step
     assert "peft" in caught.value.next_step
     with pytest.raises(CheckpointError, match="a bias in lora_B"):
-        make_plan(home, raw)
+        plan_in_stages(home, raw)
     assert files_under(home.root) == before
 
 
@@ -609,7 +609,7 @@ def test_a_factor_that_flipped_since_it_was_digested_is_not_analysed(
     adapter = Path(shutil.copytree(zoo.adapters["plain"], tmp_path / "lora"))
     register(home, str(zoo.bases["llama"]), name="base")
     checkpoint = register(home, str(adapter), name="lora").checkpoint
-    ensure_digests(home, checkpoint)
+    Contents(home, checkpoint).digests()
     flip(adapter, checkpoint.tensors[0].name, 0.3)
     with pytest.raises(CorruptionError, match="not those that were analysed"):
         analyze(home, ["lora"], base="base")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mergepipe_pipeline.errors import BudgetError
-from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.execution.stages import plan_in_stages
 from mergepipe_pipeline.planner.budget_curve import SHARES
 from mergepipe_pipeline.planner.strategies import PACKS, STRATEGIES
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
@@ -47,7 +47,7 @@ def test_the_chosen_point_is_what_the_plan_promises(
     home: Warehouse, recipe_text: Text, method: str, strategy: str
 ) -> None:
     raw = raw_of(recipe_text(method, parameters=""))
-    e = make_plan(home, raw, budget="30%", strategy=strategy).estimates
+    e = plan_in_stages(home, raw, budget="30%", strategy=strategy).estimates
     chosen = curve(home, raw, budget="30%", strategy=strategy).curve.chosen
     assert (chosen.strategy, chosen.budget_bytes) == (e.strategy, e.budget_bytes)
     assert chosen.nbytes == e.expert_bytes_planned
@@ -61,7 +61,7 @@ def test_a_plan_stands_on_the_curve_of_its_recipe_even_when_its_experts_are_gone
     copied = tmp_path / "models"
     shutil.copytree(family, copied)
     text = recipe_text(extra="budget: 30%").replace(str(family), "models")
-    plan = make_plan(home, raw_of(text), relative_to=tmp_path)
+    plan = plan_in_stages(home, raw_of(text), relative_to=tmp_path)
     wanted = curve(home, raw_of(text), relative_to=tmp_path)
     for expert in copied.glob("expert_*"):
         shutil.rmtree(expert)
@@ -89,7 +89,7 @@ def test_plans_over_adapters_and_stages_are_asked_again(
     )
     raw = raw_of(f"{stage}---\n{last}")
     wanted = curve(home, raw)
-    found = curve_of_plan(home, make_plan(home, raw))
+    found = curve_of_plan(home, plan_in_stages(home, raw))
     assert found is not None
     assert found.curve == wanted.curve
 
@@ -103,14 +103,14 @@ def test_plans_on_a_base_with_an_adapter_are_asked_again(
         f"models:\n- {{model: {family}/expert_00, parameters: {{weight: 1}}}}\n"
         f"- {{model: {family}/expert_01+{adapter}, parameters: {{weight: 1}}}}\n"
     )
-    found = curve_of_plan(home, make_plan(home, raw))
+    found = curve_of_plan(home, plan_in_stages(home, raw))
     assert found is not None
     assert found.curve == curve(home, raw).curve
 
 
 def test_without_a_base_there_is_no_curve(home: Warehouse, recipe_text: Text) -> None:
     raw = raw_of(recipe_text("linear", parameters="", base=False))
-    assert curve_of_plan(home, make_plan(home, raw)) is None
+    assert curve_of_plan(home, plan_in_stages(home, raw)) is None
     with pytest.raises(BudgetError, match="needs a base model"):
         curve(home, raw)
 

@@ -24,8 +24,8 @@ from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.execution import plan_leases as leases
 from mergepipe_pipeline.execution.plan_leases import lease, staging
-from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_plan
+from mergepipe_pipeline.execution.stages import plan_in_stages
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.snapshots.leases import Leases
 from mergepipe_pipeline.storage import atomic, locks
@@ -120,7 +120,7 @@ def test_layers_that_a_merge_reuses_stay_though_they_are_old(
 ) -> None:
     recipe = tmp_path / "r.yml"
     recipe.write_text(recipe_text())
-    run_plan(home, make_plan(home, parse(recipe_text(), name="r", where="r")))
+    run_plan(home, plan_in_stages(home, parse(recipe_text(), name="r", where="r")))
     for snapshot in home.snapshots.iterdir():
         atomic.remove_tree(snapshot)
     store = home.objects
@@ -140,7 +140,7 @@ def test_the_mark_of_a_stage_goes_although_a_collection_was_killed_before_it(
     home: Warehouse, family: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home.stages.mkdir(exist_ok=True)
-    plan = make_plan(home, parse(first(family), name="t", where="t"))
+    plan = plan_in_stages(home, parse(first(family), name="t", where="t"))
     run_plan(home, plan, is_stage=True)
     with monkeypatch.context() as patched:
         patched.setattr("mergepipe_pipeline.snapshots.stores.Marks.forget", None)
@@ -235,7 +235,7 @@ def test_a_stage_that_nothing_needs_is_collected_and_made_again(
     home: Warehouse, family: Path
 ) -> None:
     raw = parse(both(family), name="t", where="t")
-    result = run_plan(home, make_plan(home, raw)).snapshot.snapshot_id
+    result = run_plan(home, plan_in_stages(home, raw)).snapshot.snapshot_id
     leases._until_exit.close()
     (stage,) = {p.name for p in home.snapshots.iterdir()} - {result}
     result_of_gc = CliRunner().invoke(
@@ -247,14 +247,14 @@ def test_a_stage_that_nothing_needs_is_collected_and_made_again(
     assert gc(home) == {stage}
     assert {p.name for p in home.snapshots.iterdir()} == {result}
     verify(home, result)
-    again = run_plan(home, make_plan(home, raw)).summary()
+    again = run_plan(home, plan_in_stages(home, raw)).summary()
     assert again["snapshot_id"] == result
     assert again["layers_executed"] == 0
     assert {p.name for p in home.snapshots.iterdir()} == {result, stage}
 
 
 def test_a_stage_stays_while_a_process_that_made_it_lives(home: Warehouse, family: Path) -> None:
-    make_plan(home, parse(both(family), name="t", where="t"))
+    plan_in_stages(home, parse(both(family), name="t", where="t"))
     assert len(list(home.snapshots.iterdir())) == 1
     assert gc(home) == set()
     leases._until_exit.close()
@@ -263,7 +263,7 @@ def test_a_stage_stays_while_a_process_that_made_it_lives(home: Warehouse, famil
 
 def stage_of(home: Warehouse, family: Path) -> str:
     """The id of a stage's snapshot, made by a process that leases no more."""
-    make_plan(home, parse(both(family), name="t", where="t"))
+    plan_in_stages(home, parse(both(family), name="t", where="t"))
     leases._until_exit.close()
     (stage,) = [p.name for p in home.snapshots.iterdir()]
     return stage
@@ -275,10 +275,10 @@ def test_a_stage_that_somebody_merges_as_a_result_is_one(
 ) -> None:
     raw = parse(first(family), name="t", where="t")
     if order == "before":
-        run_plan(home, make_plan(home, raw))
+        run_plan(home, plan_in_stages(home, raw))
     stage = stage_of(home, family)
     if order == "after":
-        run_plan(home, make_plan(home, raw))
+        run_plan(home, plan_in_stages(home, raw))
     assert [p.name for p in home.snapshots.iterdir()] == [stage]
     assert gc(home) == set()
     verify(home, stage)
@@ -294,7 +294,8 @@ def test_a_stage_that_something_names_stays(
     else:
         publish(home, stage, "live")
     if need == "rolled over":
-        other = run_plan(home, make_plan(home, parse(recipe_text(), name="t", where="t"))).snapshot
+        raw = parse(recipe_text(), name="t", where="t")
+        other = run_plan(home, plan_in_stages(home, raw)).snapshot
         publish(home, other.snapshot_id, "live")
     assert gc(home) == set()
     verify(home, stage)
@@ -370,7 +371,7 @@ def test_a_recipe_whose_plan_is_lost_does_not_stop_a_collection(home: Warehouse)
 def test_without_locks_age_decides_and_gc_says_so(
     home: Warehouse, family: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = make_plan(home, parse(first(family), name="t", where="t"))
+    plan = plan_in_stages(home, parse(first(family), name="t", where="t"))
     monkeypatch.setattr(locks, "_flock", lambda handle, how: False)
     with lease(home, plan), staging(home, "merge") as folder:
         kept = collect(home, older_than_s=3600)

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from mergepipe_pipeline.cli.main import main
-from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.execution.stages import plan_in_stages
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.verbs.check import check
 from mergepipe_pipeline.verbs.merge import merge
@@ -63,7 +63,7 @@ def test_a_check_counts_as_a_plan_does_what_a_budget_keeps_of_the_base(models: P
     text = text_of(models, "math") + "budget: {limit: 20%, keep: ['*.layers.0.*']}\n"
     home = Warehouse.at(models / "home").ensure()
     recipe = parse(text, name="m", where="m.yml")
-    found, plan = check(home, recipe), make_plan(home, recipe)
+    found, plan = check(home, recipe), plan_in_stages(home, recipe)
     promised = plan.estimates
     assert found.stages[-1].cost.expert_bytes_total == promised.expert_bytes_total
     assert found.stages[-1].cost.budget_bytes == promised.budget_bytes

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from mergepipe_pipeline.arrays import F32Array
+from mergepipe_pipeline.domain.plan import TrimRule
 from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.operators.kernels.bits import Stored, bits_of, value_of
 
@@ -42,3 +44,15 @@ def _ties(expert: Stored, base: Stored, bits: np.uint32) -> int:
             delta = value_of(expert[i])
             count += np.int32((bits_of(delta) & _MAGNITUDE) == bits)  # type: ignore[call-arg]
     return int(count)
+
+
+def closed(rule: TrimRule, delta: F32Array) -> TrimRule:
+    """An open rule that states up to which element ties are kept: all, where there are fewer.
+
+    `delta` [n] begins with its block.
+    """
+    stop_elem = rule.ties_until_elem
+    inside = delta[: stop_elem - rule.tie_stop_elem]
+    bits = np.uint32(rule.threshold_bits)
+    place, _ = nth_tie(inside, np.empty(0, np.float32), bits, rule.ties_after)
+    return TrimRule(rule.threshold_bits, stop_elem if place < 0 else rule.tie_stop_elem + place + 1)

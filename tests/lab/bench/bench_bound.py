@@ -4,7 +4,7 @@
 
 Recipes are drawn at random: method, experts, weights, densities, budget and strategy. Each is
 merged in float32 under its budget and in full, and the error measured tensor by tensor. Times
-nothing. Margins are four standard errors of the sketches. Bounds are of exact arithmetic, so what
+nothing. Margins are four standard errors of the samples. Bounds are of exact arithmetic, so what
 float32 rounds is added to them: it is as good as orthogonal to the error.
 
 With `--packs` all experts but one are packed and plans buy levels. Then each merge must also read

@@ -3,7 +3,7 @@
     python -m tests.lab.bench.bench_planning [--experts 100] [--layers 80] [--packs]
 
 The checkpoints are sparse files (headers only take disk) in the layout of Llama 70B; their
-statistics are synthetic but complete, sketches and samples included, and go through the catalog as
+statistics are synthetic but complete, samples included, and go through the catalog as
 those of an analysis do. What is timed is the whole command `mergepipe plan`, in a process of its
 own. Making the catalog takes minutes and about 3 GB; it is kept in the folder and used again. With
 `--packs` every expert has a pack, of 51 MB beside its frames, which are holes in files.
@@ -30,7 +30,6 @@ from mergepipe_pipeline.domain.segments import COARSE_ELEMS, Segments
 from mergepipe_pipeline.domain.stats import (
     HIST_SHIFT,
     SAMPLE_WIDTH,
-    SKETCH_WIDTH,
     ExpertStats,
     TensorStats,
     narrowed,
@@ -107,10 +106,9 @@ def synthetic(seed: int, tensors: list[tuple[str, str, Shape]]) -> tuple[TensorS
         lengths = np.minimum(BLOCK_ELEMS, numel - BLOCK_ELEMS * np.arange(blocks))
         sigma = 4e-4 * np.exp(0.7 * rng.standard_normal() + 0.4 * rng.standard_normal(blocks))
         l2sq = lengths * sigma**2
-        common = np.random.default_rng([8, number]).standard_normal((blocks, SKETCH_WIDTH))
-        own = rng.standard_normal((blocks, SKETCH_WIDTH), dtype=np.float32)
-        lanes = np.sqrt(l2sq / SKETCH_WIDTH)[:, None] * (0.3 * common + 0.95 * own)
-        draws = sigma[:, None] * rng.standard_normal((blocks, SAMPLE_WIDTH), dtype=np.float32)
+        common = np.random.default_rng([8, number]).standard_normal((blocks, SAMPLE_WIDTH))
+        own = rng.standard_normal((blocks, SAMPLE_WIDTH), dtype=np.float32)
+        draws = sigma[:, None] * (0.3 * common + 0.95 * own)
         edges, counts = np.unique(
             (np.abs(draws).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16),
             return_counts=True,
@@ -133,8 +131,6 @@ def synthetic(seed: int, tensors: list[tuple[str, str, Shape]]) -> tuple[TensorS
                 block_l2sq=l2sq,
                 block_max_abs=(5.5 * sigma).astype(np.float32),
                 block_nonzero=lengths,
-                block_positive=lengths // 2,
-                block_sketch=narrowed(lanes.astype(np.float32)),
                 block_sample=narrowed(draws.astype(np.float32)),
             )
         )

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mergepipe_pipeline.analysis.simulate import simulation_of
 from mergepipe_pipeline.domain.plan import ExpertInput, TensorTask, TrimRule
 from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.operators import OPERATORS
+from mergepipe_pipeline.planner.simulate import simulation_of
 
 N, WEIGHTS = 4096, (1.0, 0.5, -0.25)
 
