@@ -11,13 +11,12 @@ from mergepipe_pipeline.assets.labels import owners
 from mergepipe_pipeline.assets.metadata import dependents_link, description, gib
 from mergepipe_pipeline.deploy.arrivals import arrival
 from mergepipe_pipeline.deploy.instance import identity_of, own_name
-from mergepipe_pipeline.deploy.recipe_files import RecipeFile
+from mergepipe_pipeline.deploy.recipe_files import StandingFile
 from mergepipe_pipeline.deploy.recorded import reason_to_wait_for
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.settings import SHARDS
 from mergepipe_pipeline.verbs.index import IndexedExpert, index_arrival
-from mergepipe_pipeline.verbs.search import StandingSearch
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: The key of the asset whose partitions are the experts.
@@ -32,7 +31,7 @@ def experts_of(warehouse: Warehouse) -> dg.DynamicPartitionsDefinition:
     return dg.DynamicPartitionsDefinition(name=own_name("experts", identity_of(warehouse)))
 
 
-def experts_used(file: RecipeFile | StandingSearch) -> dg.AssetDep:
+def experts_used(file: StandingFile) -> dg.AssetDep:
     """The partitions of the index that a recipe or search uses."""
     mapping = dg.SpecificPartitionsPartitionMapping(list(file.members))
     return dg.AssetDep(EXPERT_INDEX, partition_mapping=mapping)
@@ -96,7 +95,7 @@ class Burst(dg.Config):
 
 
 @dg.op(pool="disk_read")
-def index_several(context: dg.OpExecutionContext, config: Burst, mergepipe: MergePipe) -> None:
+def index_some(context: dg.OpExecutionContext, config: Burst, mergepipe: MergePipe) -> None:
     """Index several checkpoints in one process; each is a partition of `expert_index`."""
     _index_each(context, mergepipe, config.experts)
 
@@ -133,7 +132,18 @@ def _index_each(
 
 def build_burst(shards: int) -> dg.JobDefinition:
     """The job that indexes many experts, in so many steps that share them."""
-    several = index_several if shards == 1 else _index_in_shards(shards)
+
+    @dg.config_mapping
+    def of_each_step(config: Burst) -> dict[str, Any]:
+        return {
+            f"shard_{n + 1:03d}": {"config": {"experts": config.experts[n::shards]}}
+            for n in range(shards)
+        }
+
+    @dg.graph(name="index_several", config=of_each_step)
+    def several() -> None:
+        for n in range(shards):
+            index_some.alias(f"shard_{n + 1:03d}")()
 
     @dg.job(
         name="index_burst",
@@ -143,24 +153,6 @@ def build_burst(shards: int) -> dg.JobDefinition:
         several()
 
     return index_burst
-
-
-def _index_in_shards(shards: int) -> Any:
-    """The same as `index_several`, under its name, as steps of their own with a shard each."""
-
-    @dg.config_mapping
-    def of_each_step(config: Burst) -> dict[str, Any]:
-        return {
-            f"shard_{n + 1:03d}": {"config": {"experts": config.experts[n::shards]}}
-            for n in range(shards)
-        }
-
-    @dg.graph(name="index_shards", config=of_each_step)
-    def index_shards() -> None:
-        for n in range(shards):
-            index_several.alias(f"shard_{n + 1:03d}")()
-
-    return index_shards.alias("index_several")
 
 
 index_burst = build_burst(SHARDS.value())

@@ -9,11 +9,10 @@ from typing import Any, TypedDict
 import dagster as dg
 
 from mergepipe_pipeline.assets.metadata import description
-from mergepipe_pipeline.deploy.recipe_files import RecipeFile
+from mergepipe_pipeline.deploy.recipe_files import StandingFile
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.settings import OWNERS
 from mergepipe_pipeline.text import visible
-from mergepipe_pipeline.verbs.search import StandingSearch
 
 
 def owners() -> list[str]:
@@ -30,7 +29,7 @@ class Labels(TypedDict):
     kinds: set[str]
 
 
-def labels(file: RecipeFile | StandingSearch, *kinds: str) -> Labels:
+def labels(file: StandingFile, *kinds: str) -> Labels:
     """What an asset of a recipe or search carries; `kinds` are at most three.
 
     The tag `expert/<name>` finds every asset that depends on an expert.
@@ -39,14 +38,14 @@ def labels(file: RecipeFile | StandingSearch, *kinds: str) -> Labels:
     experts = {f"expert/{member[:63]}": "" for member in file.members}
     return {
         "group_name": file.identifier,
-        "tags": {"recipe" if isinstance(file, RecipeFile) else "search": file.name, **experts},
+        "tags": {file.kind: file.name, **experts},
         "owners": owners(),
         "kinds": set(kinds),
     }
 
 
 def asset_of(
-    file: RecipeFile | StandingSearch,
+    file: StandingFile,
     *kinds: str,
     after: Sequence[str | dg.AssetDep] = (),
     pool: str | None = None,
@@ -71,7 +70,7 @@ def asset_of(
 
 
 def problem_asset(
-    file: RecipeFile | StandingSearch, first: str, deps: Sequence[dg.AssetDep] = ()
+    file: StandingFile, first: str, deps: Sequence[dg.AssetDep] = ()
 ) -> dg.AssetsDefinition:
     """An asset that says why a recipe or search cannot be used, in the place of its `first` one."""
     spec = dg.AssetSpec(

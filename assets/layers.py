@@ -11,9 +11,9 @@ ends, with the layer's key as data version. Which layers are merged and which re
 cache decides, layer by layer, so that a run after a failure repeats nothing; who wants some layers
 only names them in the configuration of `merge`.
 
-With MERGEPIPE_SHARDS above 1, `merge` is a graph: so many steps that merge a shard each, wherever
-the executor puts them, and one that gathers. Steps hand each other nothing: what they share lies in
-the warehouse, which all machines see, unlike the folder of Dagster's instance.
+`merge` is a graph: MERGEPIPE_SHARDS steps that merge a shard each, wherever the executor puts them,
+and one that gathers. Steps hand each other nothing: what they share lies in the warehouse, which
+all machines see, unlike the folder of Dagster's instance.
 """
 
 import time
@@ -22,16 +22,16 @@ from typing import Any
 import dagster as dg
 from pydantic import Field
 
-from mergepipe_pipeline.assets.labels import as_failure, asset_of, labels
+from mergepipe_pipeline.assets.labels import as_failure, labels
 from mergepipe_pipeline.assets.metadata import (
     layer_metadata,
-    merge_metadata,
     shard_metadata,
     shards_metadata,
 )
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
+from mergepipe_pipeline.deploy.shards import merged_layers, shard_of
 from mergepipe_pipeline.digest import digest_json
-from mergepipe_pipeline.domain.outcome import LayerOutcome, Realised
+from mergepipe_pipeline.domain.outcome import LayerOutcome
 from mergepipe_pipeline.domain.plan import LayerTask, MergePlan
 from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.resources import Engine, MergePipe
@@ -41,22 +41,19 @@ from mergepipe_pipeline.verbs.deploy import (
     merge_shard,
     refuse_other_budget,
 )
-from mergepipe_pipeline.verbs.shards import merged_layers, shard_of
 
 
 class Layers(dg.Config):
-    """Which layers a run merges, as partitions of `layers` are called; all where none is named."""
+    """Which layers a run merges, as partitions of `layers` are called; all where none is named.
+
+    And how many of the steps share the work: all where nothing is said.
+    """
 
     layers: list[str] = Field(default_factory=list)
-
-
-class ShardedLayers(Layers):
-    """The same, and how many of the steps share the work: all where nothing is said."""
-
     shards: int | None = Field(default=None, ge=1)
 
 
-class OneShard(ShardedLayers):
+class OneShard(Layers):
     """Which of the shards a step merges, from 1."""
 
     number: int
@@ -74,8 +71,7 @@ def build_merge(file: RecipeFile, shards: int = 1) -> list[dg.AssetsDefinition]:
         ),
         **labels(file, "safetensors"),
     )
-    merge = _merge(file) if shards == 1 else _merge_of_shards(file, shards)
-    return [merge, dg.AssetsDefinition(specs=[shown])]
+    return [_merge(file, shards), dg.AssetsDefinition(specs=[shown])]
 
 
 def partition(layer: str) -> str:
@@ -83,41 +79,14 @@ def partition(layer: str) -> str:
     return layer.removeprefix("layer.")
 
 
-def _merge(file: RecipeFile) -> dg.AssetsDefinition:
-    @asset_of(file, "python", "pytorch", after=["plan"], pool="disk_write")
-    def merge(
-        context: dg.AssetExecutionContext, config: Layers, mergepipe: MergePipe, engine: Engine
-    ) -> dg.MaterializeResult[None]:
-        """Merges the layers that the plan changes and reuses the others.
-
-        Each layer is reported in the asset layers as it ends, and kept: a run after a failure
-        repeats none. To merge some only, name them in the configuration: `layers: ["03", "head"]`.
-        """
-        started = time.monotonic()
-        plan, chosen = _asked(file, mergepipe, engine, config)
-        done = []
-        for one in merge_recipe(mergepipe.warehouse, file.name, list(chosen), engine.options):
-            done.append(one)
-            context.log_event(_reported(file, plan, chosen[one.name], one))
-        return dg.MaterializeResult(
-            data_version=dg.DataVersion(digest_json([layer.layer_key for layer in plan.layers])),
-            metadata=merge_metadata(Realised.of(done), time.monotonic() - started),
-        )
-
-    return merge
-
-
-def _merge_of_shards(file: RecipeFile, shards: int) -> dg.AssetsDefinition:
+def _merge(file: RecipeFile, shards: int) -> dg.AssetsDefinition:
     shard, gather = _shard(file, shards), _gather(file)
     numbers = {f"shard_{number:03d}": number for number in range(1, shards + 1)}
 
     @dg.config_mapping
-    def of_each_step(config: ShardedLayers) -> dict[str, Any]:
-        said = {"layers": config.layers}
-        parts = {
-            name: {"config": {**said, "shards": min(config.shards or shards, shards), "number": n}}
-            for name, n in numbers.items()
-        }
+    def of_each_step(config: Layers) -> dict[str, Any]:
+        said = {"layers": config.layers, "shards": min(config.shards or shards, shards)}
+        parts = {name: {"config": {**said, "number": n}} for name, n in numbers.items()}
         return {**parts, "gather": {"config": said}}
 
     @dg.graph_asset(
@@ -125,10 +94,10 @@ def _merge_of_shards(file: RecipeFile, shards: int) -> dg.AssetsDefinition:
         ins={"plan": dg.AssetIn([file.name, "plan"], dagster_type=dg.Nothing)},
         config=of_each_step,
         description=(
-            f"Merges the layers that the plan changes in {shards} steps, and reuses the others. "
-            "Each step merges a shard of about the same cost, reports its layers as they end, and "
-            "keeps them: a run after a failure repeats none. The configuration may name `layers`, "
-            "and how many `shards` share the work."
+            "Merges the layers that the plan changes, and reuses the others. Each step merges a "
+            "shard of about the same cost, reports its layers as they end in the asset layers, and "
+            "keeps them: a run after a failure repeats none. The configuration may name some "
+            '(`layers: ["03", "head"]`), and how many `shards` share the work.'
         ),
         **labels(file, "python", "pytorch"),
     )
@@ -152,8 +121,7 @@ def _shard(file: RecipeFile, shards: int) -> dg.OpDefinition:
         """Merges one shard of the plan's layers, while other steps merge the others."""
         started = time.monotonic()
         plan, chosen = _asked(file, mergepipe, engine, config)
-        count = config.shards or shards
-        part = shard_of(plan, config.number, count, list(chosen))
+        part = shard_of(plan, config.number, config.shards or shards, list(chosen))
         done = []
         for one in merge_shard(mergepipe.warehouse, file.name, plan, part, engine.options):
             done.append(one)
@@ -194,16 +162,14 @@ def _gather(file: RecipeFile) -> dg.OpDefinition:
 def _asked(
     file: RecipeFile, mergepipe: MergePipe, engine: Engine, config: Layers
 ) -> tuple[MergePlan, dict[str, LayerTask]]:
-    """The current plan and the layers of it that a run is to merge. Raises BudgetError too."""
+    """The current plan, and the layers of it that a run is to merge, by name.
+
+    Raises BudgetError, and NotFoundError for a layer that the plan does not have.
+    """
     plan = current_plan(mergepipe.warehouse, file.name)
     refuse_other_budget(plan, engine.budget)
-    return plan, _chosen(plan, config.layers)
-
-
-def _chosen(plan: MergePlan, named: list[str]) -> dict[str, LayerTask]:
-    """The layers to merge, by name. Raises NotFoundError for one that the plan does not have."""
     known = {partition(layer.name): layer for layer in plan.layers}
-    unknown = [name for name in named if name not in known]
+    unknown = [name for name in config.layers if name not in known]
     if unknown:
         raise NotFoundError(
             "A recipe has no such layer",
@@ -212,7 +178,7 @@ def _chosen(plan: MergePlan, named: list[str]) -> dict[str, LayerTask]:
             found=", ".join(unknown),
             next_step="correct `layers` in the run's configuration",
         )
-    return {known[name].name: known[name] for name in named or known}
+    return plan, {known[name].name: known[name] for name in config.layers or known}
 
 
 def _reported(

@@ -16,19 +16,26 @@ from urllib.parse import quote
 
 import dagster as dg
 
-from mergepipe_pipeline.deploy.layer_records import LayerRecord
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
+from mergepipe_pipeline.deploy.shards import LayerRecord
 from mergepipe_pipeline.domain.evaluation import Metrics, Verdict, figure
 from mergepipe_pipeline.domain.layers import layer_count, layer_name
 from mergepipe_pipeline.domain.outcome import LayerOutcome, Realised, Shard
 from mergepipe_pipeline.domain.plan import LayerTask, MergePlan, TensorTask
 from mergepipe_pipeline.domain.snapshot import Ref, operator_counts
 from mergepipe_pipeline.domain.view import TensorView
-from mergepipe_pipeline.text import in_one_line, markdown, percent, size
+from mergepipe_pipeline.text import in_one_line, markdown, size
 from mergepipe_pipeline.verbs.conflicts import largest_error, tables
 from mergepipe_pipeline.verbs.conflicts import picture as conflicts_picture
 from mergepipe_pipeline.verbs.curve import RecipeCurve, picture, rows_of, sentence
-from mergepipe_pipeline.verbs.explain import operator_choices, read_shares, shares_picture
+from mergepipe_pipeline.verbs.explain import (
+    operator_choices,
+    plain_name,
+    read_shares,
+    selected_table,
+    shares_picture,
+    shares_table,
+)
 from mergepipe_pipeline.verbs.released import Brought
 
 if TYPE_CHECKING:
@@ -39,8 +46,6 @@ _GIB = 1 << 30
 _MOST_REASONS = 8
 #: Characters of a recipe that are shown, and experts that have a column.
 _MOST_TEXT, _MOST_EXPERTS = 900, 12
-#: What the checkpoints of rows made for another tokenizer are called.
-_TOKEN_ROWS = re.compile(r"token-rows-[0-9a-f]+")
 
 
 def markdown_table(
@@ -99,6 +104,7 @@ def plan_metadata(plan: MergePlan, recipe_curve: RecipeCurve | None = None) -> M
     e = plan.estimates
     saved = e.expert_bytes_total - e.expert_bytes_planned
     warnings = "\n".join(f"- {markdown(w)}" for w in plan.warnings)
+    selected = selected_table(plan.request.selected)
     return {
         "in short": sentence(plan),
         **({"warnings": dg.MetadataValue.md(warnings)} if warnings else {}),
@@ -122,22 +128,10 @@ def plan_metadata(plan: MergePlan, recipe_curve: RecipeCurve | None = None) -> M
                 for role, s in zip(plan.roles, plan.sources, strict=True)
             ],
         ),
-        **_selected_metadata(plan),
+        **({"selected": table(*selected)} if selected[1] else {}),
         "operators": operators_table(plan),
         **_choices_metadata(plan),
-        "experts": table(
-            ("expert", "size", "read", "share"),
-            [
-                (
-                    plain_name(s.expert),
-                    size(s.nbytes_total),
-                    size(s.nbytes_read),
-                    percent(s.nbytes_read / max(1, s.nbytes_total)),
-                )
-                for s in read_shares(plan, "expert")
-                if s.nbytes_read
-            ],
-        ),
+        "experts": table(*shares_table([s for s in read_shares(plan, "expert") if s.nbytes_read])),
         "plan id": plan.plan_id,
     }
 
@@ -189,7 +183,7 @@ def report_metadata(plan: MergePlan) -> Mapping[str, Any]:
     by_expert = Counter[str]()
     for s in read_shares(plan, "layer"):
         if s.nbytes_read:
-            name = plain_name(s.expert)
+            name = s.expert
             cell = cells.setdefault(s.place, {}).setdefault(name, [0, 0])
             cell[0] += s.nbytes_read
             cell[1] += s.nbytes_total
@@ -202,12 +196,6 @@ def report_metadata(plan: MergePlan) -> Mapping[str, Any]:
     left = len(by_expert) - len(names)
     more = {"experts that are not shown": f"{left}, of which less was read"} if left else {}
     return {"read of each expert": table(("layer", *names), rows) if rows else "nothing", **more}
-
-
-def time_metadata(seconds: float | str) -> Mapping[str, Any]:
-    """About how long a merge takes, or why nobody knows."""
-    shown = seconds if isinstance(seconds, str) else short(seconds)
-    return {"expected seconds to merge": shown}
 
 
 def error_metadata(plan: MergePlan) -> Mapping[str, Any]:
@@ -230,11 +218,6 @@ def error_metadata(plan: MergePlan) -> Mapping[str, Any]:
 def short(figure: float) -> float:
     """A figure to four digits: more are noise in the UI, and what is exact is in the plan."""
     return float(f"{figure:.4g}")
-
-
-def plain_name(name: str) -> str:
-    """A source's name for people: rows made for another tokenizer are named as what they are."""
-    return _TOKEN_ROWS.sub("new token rows", name)
 
 
 def operators_table(plan: MergePlan) -> dg.TableMetadataValue:
@@ -358,14 +341,6 @@ def _curve_metadata(recipe_curve: RecipeCurve | None) -> Mapping[str, Any]:
         "budgets": table(*rows_of(curve)),
         **({"knee GiB": gib(curve.knee.nbytes)} if curve.knee else {}),
     }
-
-
-def _selected_metadata(plan: MergePlan) -> Mapping[str, Any]:
-    """What each selector of the recipe took, and what it left out and why."""
-    chosen = plan.request.selected
-    rows = [(s.label, plain_name(name), why) for s in chosen for name, why in s.answers]
-    headers = ("selector", "expert", "taken, or why not")
-    return {"selected": table(headers, rows)} if rows else {}
 
 
 def _choices_metadata(plan: MergePlan) -> Mapping[str, Any]:

@@ -1,6 +1,7 @@
 """The asset family of one recipe: conflicts → plan → merge → snapshot → release, and a report.
 
-Between snapshot and release stands an evaluation where the recipe asks for one.
+Between snapshot and release stands an evaluation where the recipe asks for one; `bisect` follows a
+refusal, and `on_schedule` says that a schedule passed in vain.
 
 A factory: each recipe file of the warehouse gives its own chain, whose edge to `expert_index` names
 exactly the checkpoints it uses, so that lineage and staleness in the UI are the truth.
@@ -8,15 +9,18 @@ exactly the checkpoints it uses, so that lineage and staleness in the UI are the
 
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from functools import cache
+from itertools import pairwise
+from typing import Any
 
 import dagster as dg
+from dagster._utils.schedules import cron_string_iterator
 
 from mergepipe_pipeline.assets.experts import experts_used
-from mergepipe_pipeline.assets.freshness import build_on_schedule, on_schedule_key
-from mergepipe_pipeline.assets.labels import as_failure, asset_of, problem_asset
+from mergepipe_pipeline.assets.labels import as_failure, asset_of, labels, problem_asset
 from mergepipe_pipeline.assets.layers import build_merge
 from mergepipe_pipeline.assets.metadata import (
-    Link,
     brought_metadata,
     budget_metadata,
     conflict_metadata,
@@ -29,12 +33,10 @@ from mergepipe_pipeline.assets.metadata import (
     merge_metadata,
     metrics_metadata,
     operators_table,
-    plain_name,
     plan_metadata,
     recipe_metadata,
     report_metadata,
     stages_metadata,
-    time_metadata,
 )
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.digest import digest_json
@@ -42,18 +44,21 @@ from mergepipe_pipeline.domain.selector import by_expert
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.resources import Engine, MergePipe
 from mergepipe_pipeline.text import in_one_line
-from mergepipe_pipeline.verbs.audit import audit_budget, audit_recipe
+from mergepipe_pipeline.verbs.bisect import Traced, trace_refusal
 from mergepipe_pipeline.verbs.curve import curve_of_plan
 from mergepipe_pipeline.verbs.deploy import (
+    audit_recipe,
     conflicts_of_recipe,
     current_plan,
     evaluate_recipe,
+    excess,
     judge_recipe,
     plan_recipe,
     release_recipe,
     seconds_to_merge,
     snapshot_recipe,
 )
+from mergepipe_pipeline.verbs.explain import plain_name
 from mergepipe_pipeline.verbs.released import brought
 
 #: The tag of a run that planned with another budget than the recipe's.
@@ -65,6 +70,9 @@ _AUDITS = {
     ),
     "all_finite": "No merged weight is NaN or infinite; else the snapshot is not released.",
 }
+#: What a scheduled run may take before its release is overdue.
+GRACE = timedelta(hours=6)
+_SPAN, _MOST_TIMES = timedelta(days=62), 1500
 
 
 def build_recipe_assets(
@@ -140,7 +148,7 @@ def _plan(file: RecipeFile) -> dg.AssetsDefinition:
                 **recipe_metadata(file),
                 **stages_metadata(file),
                 **plan_metadata(made, curve_of_plan(mergepipe.warehouse, made)),
-                **time_metadata(seconds_to_merge(mergepipe.warehouse, made)),
+                "expected seconds to merge": seconds_to_merge(mergepipe.warehouse, made),
                 "budget from": engine.budget_from(made.request.budget),
                 "seconds to plan": seconds,
             },
@@ -155,10 +163,11 @@ def _within_budget(file: RecipeFile) -> dg.AssetChecksDefinition:
     def within_budget(mergepipe: MergePipe) -> dg.AssetCheckResult:
         """The plan reads no more of the experts than the budget allows; else nothing is merged."""
         plan = current_plan(mergepipe.warehouse, file.name)
-        report = audit_budget(plan)
+        problem, nbytes = excess(plan), plan.estimates.expert_bytes_planned
+        kept = f"{nbytes} bytes of experts are read: the budget allows them."
         return dg.AssetCheckResult(
-            passed=report.is_kept,
-            description=description(report.summary),
+            passed=problem is None,
+            description=description(problem or kept),
             metadata=budget_metadata(plan),
         )
 
@@ -191,7 +200,7 @@ def _snapshot(file: RecipeFile) -> dg.AssetsDefinition:
                     [
                         (
                             i.role,
-                            _input(i.name, file),
+                            expert_link(i.name) if i.name in file.members else plain_name(i.name),
                             i.content_sha256[:16],
                             selectors.get(i.name, ""),
                         )
@@ -202,10 +211,6 @@ def _snapshot(file: RecipeFile) -> dg.AssetsDefinition:
         )
 
     return snapshot
-
-
-def _input(name: str, file: RecipeFile) -> Link | str:
-    return expert_link(name) if name in file.members else plain_name(name)
 
 
 def _audit(file: RecipeFile) -> dg.AssetChecksDefinition:
@@ -231,7 +236,7 @@ def _audit(file: RecipeFile) -> dg.AssetChecksDefinition:
 def _audited(mergepipe: MergePipe, file: RecipeFile) -> Iterator[dg.AssetCheckResult]:
     whole, finite = _AUDITS
     try:
-        audited = audit_recipe(mergepipe.warehouse, file.name)
+        audited, weights = audit_recipe(mergepipe.warehouse, file.name)
     except CorruptionError as error:
         said = description(str(error))
         yield dg.AssetCheckResult(check_name=whole, passed=False, description=said)
@@ -246,7 +251,7 @@ def _audited(mergepipe: MergePipe, file: RecipeFile) -> Iterator[dg.AssetCheckRe
     yield dg.AssetCheckResult(
         check_name=finite,
         passed=not audited.non_finite,
-        description=description(audited.summary),
+        description=description(weights),
         metadata={"tensors": in_one_line(", ".join(audited.non_finite)) or "none"},
     )
 
@@ -356,3 +361,110 @@ def _report(file: RecipeFile) -> dg.AssetsDefinition:
         )
 
     return report
+
+
+def is_traced(file: RecipeFile) -> bool:
+    """Whether the recipe says `on_failure: bisect`."""
+    gate = file.recipe.gate
+    return gate is not None and gate.on_failure == "bisect"
+
+
+def build_bisect(file: RecipeFile) -> list[dg.AssetsDefinition]:
+    """The asset `bisect` of a recipe that has its refusals traced."""
+    if not is_traced(file):
+        return []
+
+    @asset_of(file, "python", after=["evaluation"], pool="disk_write")
+    def bisect(
+        context: dg.AssetExecutionContext, mergepipe: MergePipe, engine: Engine
+    ) -> dg.MaterializeResult[None]:
+        """Finds which expert made the refused snapshot worse, and quarantines its content.
+
+        Recipes that name the expert wait then, and what is live stays; another version of it is
+        merged by itself. Not part of the recipe's own job: bisect_sensor starts it.
+        """
+        traced = trace_refusal(
+            mergepipe.warehouse, file, options=engine.options, tell=context.log.info
+        )
+        return dg.MaterializeResult(metadata=_traced_metadata(traced))
+
+    return [bisect]
+
+
+def build_bisect_job(file: RecipeFile) -> Any | None:
+    """The job that traces a recipe's refusals; None for a recipe that asks for nothing."""
+    if not is_traced(file):
+        return None
+    return dg.define_asset_job(
+        f"bisect_{file.identifier}",
+        selection=dg.AssetSelection.assets([file.name, "bisect"]),
+        description=f"Finds the expert that made {file.name} fail its gate, and quarantines it.",
+        tags={"mergepipe/recipe": file.name},
+    )
+
+
+def _traced_metadata(traced: Traced | None) -> dict[str, Any]:
+    if traced is None:
+        return {"found": "nothing is refused at present"}
+    done, regression = traced.bisection, traced.prepared.regression
+    rows = [
+        (
+            ", ".join(map(plain_name, c.undone)),
+            "all" if c.layers is None else ", ".join(c.layers),
+            "yes" if c.passed else "no",
+            in_one_line(c.summary),
+        )
+        for c in done.candidates
+    ]
+    return {
+        "found": in_one_line(done.summary),
+        "quarantined": traced.quarantine.name if traced.quarantine else "none",
+        "refused": in_one_line(done.verdict),
+        "changed": in_one_line(regression.changes.summary),
+        "cost at most": traced.prepared.cost.summary,
+        "candidates": markdown_table(("undone", "in layers", "passes", "the gate says"), rows),
+        "refused snapshot id": done.refused,
+        "live snapshot id": done.live,
+    }
+
+
+def build_on_schedule(file: RecipeFile) -> list[dg.AssetsDefinition]:
+    """The asset that is overdue if a recipe's schedule passed in vain; none without a schedule.
+
+    Without a schedule age says nothing: a release is right for as long as its inputs are the same,
+    and `recipe_sensor` says each time whether they are. With one, each of its times either releases
+    or confirms what is released. A confirmation is no event of the release, or what somebody makes
+    from that would be made anew each night.
+    """
+    schedule = file.recipe.schedule
+    if schedule is None:
+        return []
+    pause = _longest_pause(schedule, file.recipe.timezone or "UTC")
+    spec = dg.AssetSpec(
+        on_schedule_key(file.name),
+        deps=[[file.name, "release"]],
+        description="Shows when this recipe was last released, or its schedule found the release "
+        "current; it is overdue if neither happened in time.",
+        freshness_policy=dg.FreshnessPolicy.time_window(
+            fail_window=pause + GRACE, warn_window=pause + GRACE / 3
+        ),
+        **labels(file, "clock"),
+    )
+    return [dg.AssetsDefinition(specs=[spec])]
+
+
+def on_schedule_key(recipe: str) -> dg.AssetKey:
+    """The key of that asset."""
+    return dg.AssetKey([recipe, "on_schedule"])
+
+
+@cache
+def _longest_pause(schedule: str, zone: str) -> timedelta:
+    """Between two times of a cron schedule, of those of two months, or of the next three."""
+    start = datetime.now(UTC)
+    times: list[datetime] = []
+    for at in cron_string_iterator(start.timestamp(), schedule, zone):
+        times.append(at)
+        if len(times) >= 3 and (at - start > _SPAN or len(times) == _MOST_TIMES):
+            break
+    return max(b - a for a, b in pairwise(times))

@@ -11,7 +11,7 @@ import dagster as dg
 
 from mergepipe_pipeline.assets.experts import experts_used
 from mergepipe_pipeline.assets.labels import asset_of
-from mergepipe_pipeline.assets.metadata import metrics_metadata, plain_name, png, short, table
+from mergepipe_pipeline.assets.metadata import metrics_metadata, png, short, table
 from mergepipe_pipeline.deploy.instance import own_name
 from mergepipe_pipeline.resources import Engine, MergePipe
 from mergepipe_pipeline.text import in_one_line, size
@@ -206,5 +206,5 @@ def _front_metadata(front: Front) -> dict[str, Any]:
         **({"failures": failures} if failures else {}),
         "on the front": len(front.best),
         **({"warnings": "; ".join(front.warnings)} if front.warnings else {}),
-        "candidates": table(("candidate", "ref", *map(plain_name, names)), rows),
+        "candidates": table(("candidate", "ref", *names), rows),
     }

@@ -5,11 +5,10 @@ import torch.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import dagster as dg
 
-from mergepipe_pipeline.assets.bisect import build_bisect, build_bisect_job
 from mergepipe_pipeline.assets.experts import (
     build_expert_index,
     build_usable,
@@ -18,7 +17,13 @@ from mergepipe_pipeline.assets.experts import (
 )
 from mergepipe_pipeline.assets.labels import problem_asset
 from mergepipe_pipeline.assets.metadata import description
-from mergepipe_pipeline.assets.recipes import build_problem, build_recipe_assets
+from mergepipe_pipeline.assets.recipes import (
+    build_bisect,
+    build_bisect_job,
+    build_problem,
+    build_recipe_assets,
+    is_traced,
+)
 from mergepipe_pipeline.assets.searches import build_search_assets, build_search_jobs
 from mergepipe_pipeline.assets.space import free_space
 from mergepipe_pipeline.assets.status import build_status
@@ -27,7 +32,6 @@ from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.deploy.retry import MOST_ATTEMPTS
 from mergepipe_pipeline.deploy.standing import how_to_begin
 from mergepipe_pipeline.resources import Engine, MergePipe, build_executor
-from mergepipe_pipeline.sensors.bisect import build_bisect_sensor
 from mergepipe_pipeline.sensors.failures import failure_sensor, stalled_sensor
 from mergepipe_pipeline.sensors.housekeeping import (
     orphans_sensor,
@@ -38,6 +42,7 @@ from mergepipe_pipeline.sensors.housekeeping import (
 from mergepipe_pipeline.sensors.inbox import build_inbox_sensor, index_job
 from mergepipe_pipeline.sensors.recipes import (
     AssetJob,
+    build_bisect_sensor,
     build_nightly,
     build_recipe_sensor,
     job_name,
@@ -100,41 +105,39 @@ def _of_warehouse(home: Warehouse) -> dg.Definitions:
     )
 
 
-@dataclass(frozen=True)
-class _Chain:
-    """The definitions of one recipe that can be used."""
-
-    file: RecipeFile
-    job: AssetJob
-    nightly: dg.ScheduleDefinition | None
-    bisect: AssetJob | None
-    assets: list[dg.AssetsDefinition | dg.AssetChecksDefinition]
-
-
 def _of_recipes(
     files: Sequence[RecipeFile], shards: int, is_known: Callable[[], bool]
 ) -> dg.Definitions:
     """Of every recipe its chain, or one asset that says why it cannot be used."""
-    parts = [_parts(file, shards) for file in files]
-    chains = [p for p in parts if isinstance(p, _Chain)]
-    built = [d for chain in chains for d in chain.assets]
-    jobs = [chain.job for chain in chains]
-    traced = {chain.file.name: chain.bisect for chain in chains if chain.bisect}
-    refused = {
-        file.token: p.problem or ""
-        for file, p in zip(files, parts, strict=True)
-        if isinstance(p, RecipeFile) and file.problem is None
-    }
-    sensor = build_recipe_sensor([chain.file for chain in chains], refused, jobs, is_known)
+    built = list[dg.AssetsDefinition | dg.AssetChecksDefinition]()
+    jobs, bisections = dict[str, AssetJob](), dict[str, AssetJob]()
+    schedules, refused = list[dg.ScheduleDefinition](), dict[str, str]()
+    for file in files:
+        problem = file.problem
+        if problem is None:
+            try:
+                job, bisection = build_job(file), build_bisect_job(file)
+                nightly = build_nightly(file, job)  # it says best what is wrong with a schedule
+                chain = [*build_recipe_assets(file, shards), *build_bisect(file)]
+            except Exception as error:  # whatever it is, it is this recipe's alone
+                problem = refused[file.token] = f"Dagster refuses this recipe: {error}"
+        if problem is not None:
+            built.append(build_problem(replace(file, layers=(), problem=problem)))
+            continue
+        built += chain
+        jobs[file.name] = job
+        schedules += [nightly] if nightly else []
+        bisections |= {file.name: bisection} if bisection else {}
+    loaded = [file for file in files if file.name in jobs]
     return dg.Definitions(
-        assets=[
-            *(build_problem(p) for p in parts if isinstance(p, RecipeFile)),
-            *(d for d in built if not isinstance(d, dg.AssetChecksDefinition)),
-        ],
+        assets=[d for d in built if not isinstance(d, dg.AssetChecksDefinition)],
         asset_checks=[d for d in built if isinstance(d, dg.AssetChecksDefinition)],
-        jobs=[*jobs, *traced.values()],
-        schedules=[chain.nightly for chain in chains if chain.nightly],
-        sensors=[sensor, *([build_bisect_sensor(traced, is_known)] if traced else [])],
+        jobs=[*jobs.values(), *bisections.values()],
+        schedules=schedules,
+        sensors=[
+            build_recipe_sensor(loaded, refused, list(jobs.values()), is_known),
+            *([build_bisect_sensor(bisections, is_known)] if bisections else []),
+        ],
     )
 
 
@@ -155,23 +158,10 @@ def _of_searches(
     )
 
 
-def _parts(file: RecipeFile, shards: int) -> _Chain | RecipeFile:
-    """The definitions of a recipe, or its file with the problem, one that Dagster has included."""
-    if file.problem is not None:
-        return file
-    try:
-        job = build_job(file)
-        nightly = build_nightly(file, job)  # first: it says best what is wrong with a schedule
-        assets = [*build_recipe_assets(file, shards), *build_bisect(file)]
-        return _Chain(file, job, nightly, build_bisect_job(file), assets)
-    except Exception as error:  # whatever it is, it is this recipe's alone
-        return replace(file, layers=(), problem=f"Dagster refuses this recipe: {error}")
-
-
 def build_job(file: RecipeFile) -> AssetJob:
     """One run of the whole chain; layers that the action cache knows are reused inside it."""
     selection: dg.AssetSelection = dg.AssetSelection.key_prefixes(file.name)
-    if build_bisect_job(file):
+    if is_traced(file):
         selection -= dg.AssetSelection.assets([file.name, "bisect"])
     return dg.define_asset_job(
         job_name(file),

@@ -16,12 +16,16 @@ import dagster as dg
 
 from mergepipe_pipeline.assets.experts import EXPERTS_TAG
 from mergepipe_pipeline.assets.searches import SEARCH_TAG
-from mergepipe_pipeline.deploy.faults import Fault
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
-from mergepipe_pipeline.deploy.retry import MOST_ATTEMPTS, NEXT
+from mergepipe_pipeline.deploy.retry import MOST_ATTEMPTS, NEXT, Fault
 from mergepipe_pipeline.resources import MergePipe
-from mergepipe_pipeline.sensors.runs import RECIPE_TAG, Ours, attempt_of
-from mergepipe_pipeline.sensors.ticks import interval_s, standing_sensor
+from mergepipe_pipeline.sensors.ticks import (
+    RECIPE_TAG,
+    Ours,
+    attempt_of,
+    interval_s,
+    standing_sensor,
+)
 from mergepipe_pipeline.settings import STALLED, WEBHOOK
 from mergepipe_pipeline.text import in_one_line
 from mergepipe_pipeline.verbs.deploy import Due, due

@@ -16,8 +16,7 @@ from dagster._core.scheduler.instigation import TickStatus
 
 from mergepipe_pipeline.assets.space import free_space
 from mergepipe_pipeline.resources import MergePipe
-from mergepipe_pipeline.sensors.runs import Ours
-from mergepipe_pipeline.sensors.ticks import standing_sensor
+from mergepipe_pipeline.sensors.ticks import Ours, standing_sensor
 from mergepipe_pipeline.settings import KEEP_RUNS
 
 #: Seconds without any event after which a run that has no lease is taken for dead: it ended before

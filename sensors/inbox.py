@@ -18,11 +18,12 @@ from mergepipe_pipeline.deploy.inbox import InboxEntry, Patience, scan_inbox
 from mergepipe_pipeline.deploy.recorded import gone_inputs
 from mergepipe_pipeline.deploy.standing import first_steps
 from mergepipe_pipeline.resources import MergePipe
-from mergepipe_pipeline.sensors.runs import ACTIVE, Ours
 from mergepipe_pipeline.sensors.ticks import (
+    ACTIVE,
     BURST_PRIORITY,
     MAX_LINES,
     SOON_S,
+    Ours,
     make_pools_known,
     refuse_empty,
     standing_sensor,

@@ -1,7 +1,8 @@
 """Watches recipes: wanted state against released state, so that no event can be lost.
 
 The files decide, read at each tick, and what the runs of one wanted state gave; definitions that
-were loaded earlier only say which jobs there are.
+were loaded earlier only say which jobs there are. A refusal that was not traced yet is, where its
+recipe says `on_failure: bisect`.
 """
 
 import time
@@ -13,44 +14,43 @@ from typing import Any
 
 import dagster as dg
 
-from mergepipe_pipeline.assets.freshness import on_schedule_key
+from mergepipe_pipeline.assets.recipes import on_schedule_key
 from mergepipe_pipeline.assets.status import changed_status
-from mergepipe_pipeline.deploy.faults import Fault
-from mergepipe_pipeline.deploy.packing import reason_to_wait_for_packs
+from mergepipe_pipeline.deploy.inbox import reason_to_wait_for_packs
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.deploy.recorded import last_written_s
-from mergepipe_pipeline.deploy.retry import Attempt, reason_to_wait
+from mergepipe_pipeline.deploy.retry import Attempt, Fault, reason_to_wait
 from mergepipe_pipeline.deploy.standing import Standing, failing, first_steps, standing
 from mergepipe_pipeline.resources import MergePipe
-from mergepipe_pipeline.sensors.runs import (
-    ATTEMPT_TAG,
-    RECIPE_TAG,
-    Ours,
-    failed_attempts,
-    recipes_under_way,
-    request,
-)
 from mergepipe_pipeline.sensors.ticks import (
+    ATTEMPT_TAG,
     LOADING,
     MAX_LINES,
     NIGHTLY_PRIORITY,
+    RECIPE_TAG,
     SOON_S,
+    Ours,
     asked,
+    failed_attempts,
     make_pools_known,
+    recipes_under_way,
     refuse_empty,
+    request,
+    request_or_reason_to_wait,
     separated,
     standing_sensor,
 )
 from mergepipe_pipeline.text import visible
+from mergepipe_pipeline.verbs.bisect import trace_due
 from mergepipe_pipeline.verbs.deploy import CURRENT, Due, Release, due, last_release
 
-#: Says why a recipe has no job yet, or None.
-Unready = Callable[[RecipeFile], Standing | None]
 #: What `dg.define_asset_job` returns; Dagster exports no name for it.
 AssetJob = Any
 #: Why nothing is requested of a recipe that a run works on.
 RUNNING = "a run is under way"
 _WHOSE = {"nightly": "its schedule", "manual": "a person"}
+#: The refusal that a run traces.
+REFUSAL_TAG = "mergepipe/refusal"
 
 
 def job_name(file: RecipeFile) -> str:
@@ -147,7 +147,17 @@ def build_recipe_sensor(
     `loaded` are the recipes with a job, and `is_known` says whether the daemon knows them;
     `refused` says why Dagster takes no definitions of a file, by the file's token.
     """
-    unready = _unready({file.name: file.layers for file in loaded}, refused, is_known)
+    layers = {file.name: file.layers for file in loaded}
+
+    def unready(file: RecipeFile) -> Standing | None:
+        """Why a recipe has no job yet, if so."""
+        if file.problem is not None:  # `due` says which
+            return None
+        if reason := refused.get(file.token):
+            return standing(file, "cannot be used", reason)
+        if is_known() and layers.get(file.name) == file.layers:
+            return None
+        return standing(file, "waiting", LOADING)
 
     @standing_sensor(
         "Starts the merge of every recipe whose release is not what its inputs ask for; its ticks "
@@ -199,30 +209,11 @@ def _show_releases(
             instance.report_runless_asset_event(event)
 
 
-def _unready(
-    layers: Mapping[str, tuple[str, ...]],
-    refused: Mapping[str, str],
-    is_known: Callable[[], bool],
-) -> Unready:
-    """Return what says why a recipe has no job yet; `layers` are of those that have one."""
-
-    def unready(file: RecipeFile) -> Standing | None:
-        if file.problem is not None:  # `due` says which
-            return None
-        if reason := refused.get(file.token):
-            return standing(file, "cannot be used", reason)
-        if is_known() and layers.get(file.name) == file.layers:
-            return None
-        return standing(file, "waiting", LOADING)
-
-    return unready
-
-
 def _look(
     mergepipe: MergePipe,
     ours: Ours,
     busy: Collection[str],
-    unready: Unready,
+    unready: Callable[[RecipeFile], Standing | None],
 ) -> tuple[list[dg.RunRequest], dict[str, Standing]]:
     """The runs to request, and where each recipe is; `unready` says why one has no job yet."""
     requests, states = list[dg.RunRequest](), dict[str, Standing]()
@@ -231,14 +222,10 @@ def _look(
         asked = asked or request_or_reason(mergepipe, file, ours, busy, is_time=False)
         if isinstance(asked, dg.RunRequest):
             requests.append(asked)
-            asked = _requested(file, asked)
+            said = f"a run is requested, attempt {asked.tags[ATTEMPT_TAG]}"
+            asked = replace(standing(file, "running", RUNNING), told=said)
         states[file.name] = asked
     return requests, states
-
-
-def _requested(file: RecipeFile, request: dg.RunRequest) -> Standing:
-    said = f"a run is requested, attempt {request.tags[ATTEMPT_TAG]}"
-    return replace(standing(file, "running", RUNNING), told=said)
 
 
 def _lines(states: Mapping[str, Standing]) -> list[str]:
@@ -306,3 +293,54 @@ def _confirm(instance: dg.DagsterInstance, last: Release) -> None:
 
 def _metadata(last: Release) -> dict[str, str | int]:
     return {"snapshot id": last.snapshot_id, "releases of this recipe": last.sequence}
+
+
+def build_bisect_sensor(
+    jobs: Mapping[str, Any], is_known: Callable[[], bool]
+) -> dg.SensorDefinition:
+    """The level-triggered sensor over the recipes that have a job for this, by name.
+
+    `is_known` says whether the daemon knows them.
+    """
+
+    @standing_sensor(
+        "Has every refusal of a gate traced to the suspect, once; its ticks say of each recipe "
+        "what is done and why.",
+        SOON_S,
+        list(jobs.values()),
+    )
+    def bisect_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SensorResult:
+        """Requests the bisection of every refusal that has no result yet."""
+        make_pools_known(context.instance)
+        if not is_known():
+            return dg.SensorResult(skip_reason=dg.SkipReason(LOADING))
+        ours = Ours.of(context, mergepipe)
+        requests, lines = list[dg.RunRequest](), list[str]()
+        for file in recipe_files(mergepipe.warehouse):
+            if file.name not in jobs or file.problem is not None:
+                continue
+            said = _request_or_reason(mergepipe, file, ours, jobs[file.name].name)
+            if isinstance(said, dg.RunRequest):
+                requests.append(said)
+                said = "a run is requested"
+            lines.append(visible(f"{file.name}: {said}"))
+        return asked(context, requests, lines, separated(lines) or "no recipes")
+
+    return bisect_sensor
+
+
+def _request_or_reason(
+    mergepipe: MergePipe, file: RecipeFile, ours: Ours, job: str
+) -> dg.RunRequest | str:
+    """A run that traces what the recipe's gate refused, or why none is asked for."""
+    try:
+        token = trace_due(mergepipe.warehouse, file)
+    except Exception as error:  # it is this recipe's alone
+        return str(error)
+    if token is None:
+        return "nothing is refused that was not traced"
+    if file.name in recipes_under_way(ours):
+        return "a run is under way"
+    tags = {RECIPE_TAG: file.name, REFUSAL_TAG: token}
+    key = f"{file.name}:{token}"
+    return request_or_reason_to_wait(ours, key, tags, mergepipe.retry_s, job_name=job)

@@ -18,8 +18,7 @@ from mergepipe_pipeline.deploy.instance import identity_of
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.sensors.guard import RELOAD_TIMEOUT_S, client_of, guard
-from mergepipe_pipeline.sensors.runs import Ours
-from mergepipe_pipeline.sensors.ticks import refuse_empty, standing_sensor
+from mergepipe_pipeline.sensors.ticks import Ours, refuse_empty, standing_sensor
 from mergepipe_pipeline.verbs.search import StandingSearch, standing_searches
 from mergepipe_pipeline.warehouse import Warehouse
 

@@ -1,6 +1,7 @@
 """Watches searches: what each ledger says that is to be done, against what runs do already."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import dagster as dg
@@ -8,12 +9,14 @@ import dagster as dg
 from mergepipe_pipeline.assets.searches import SEARCH_TAG, candidates, pool
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
 from mergepipe_pipeline.resources import MergePipe
-from mergepipe_pipeline.sensors.runs import ACTIVE, Ours, request_or_reason_to_wait
 from mergepipe_pipeline.sensors.ticks import (
+    ACTIVE,
     LOADING,
     SOON_S,
+    Ours,
     asked,
     limit_pool,
+    request_or_reason_to_wait,
     separated,
     standing_sensor,
 )
@@ -50,10 +53,10 @@ def build_search_sensor(
         requests, partitions = list[dg.RunRequest](), list[dg.AddDynamicPartitionsRequest]()
         ours, known = Ours.of(context, mergepipe), jobs if is_known() else {}
         for standing in standing_searches(warehouse, recipe_files(warehouse)):
-            look = _Look(ours, identity, standing, known.get(standing.name), mergepipe.retry_s)
+            look = _Look(ours, identity, standing, known.get(standing.name, {}), mergepipe.retry_s)
+            said = standing.problem or ("" if look.jobs else LOADING)
             try:
-                problem = look.problem
-                said = problem or look.at(due_of(warehouse, standing))
+                said = said or look.at(due_of(warehouse, standing))
             except Exception as error:  # it is this search's alone
                 said = str(error)
             requests += look.requests
@@ -65,32 +68,23 @@ def build_search_sensor(
     return search_sensor
 
 
+@dataclass
 class _Look:
     """One look at one search: what it gives to request."""
 
-    def __init__(
-        self,
-        ours: Ours,
-        identity: str,
-        standing: StandingSearch,
-        jobs: Mapping[str, Any] | None,
-        retry_s: float,
-    ) -> None:
-        self._instance, self._ours, self._read = ours.instance, ours, standing
-        self._jobs, self._retry_s = jobs, retry_s
-        self._pool, self._candidates = pool(standing, identity), candidates(standing, identity)
-        self.requests: list[dg.RunRequest] = []
-        self.partitions: list[dg.AddDynamicPartitionsRequest] = []
-
-    @property
-    def problem(self) -> str | None:
-        """Why nothing can be asked for."""
-        return self._read.problem or (None if self._jobs else LOADING)
+    ours: Ours
+    identity: str
+    standing: StandingSearch
+    jobs: Mapping[str, Any]
+    retry_s: float
+    requests: list[dg.RunRequest] = field(default_factory=list)
+    partitions: list[dg.AddDynamicPartitionsRequest] = field(default_factory=list)
 
     def at(self, due: SearchDue) -> str:
         """Request what is due; says where the search is and what waits, why."""
-        limit_pool(self._instance, self._pool, self._read.workers)
-        runs = self._ours.runs(ACTIVE, {SEARCH_TAG: self._read.name})
+        places = pool(self.standing, self.identity)
+        limit_pool(self.ours.instance, places, self.standing.workers)
+        runs = self.ours.runs(ACTIVE, {SEARCH_TAG: self.standing.name})
         doing = [run.tags.get(STEP_TAG, "") for run in runs]
         waits = [*self._evaluate(due, doing)]
         if not doing and not self.requests:
@@ -99,11 +93,12 @@ class _Look:
 
     def _evaluate(self, due: SearchDue, doing: list[str]) -> Iterator[str]:
         """Candidates that nobody evaluates, as long as there are free workers."""
-        known = set(self._instance.get_dynamic_partitions(self._candidates.name or ""))
+        partitions = candidates(self.standing, self.identity)
+        known = set(self.ours.instance.get_dynamic_partitions(partitions.name or ""))
         missing = [key for n in due.known if (key := f"{n:04d}") not in known]
         if missing:
-            self.partitions.append(self._candidates.build_add_request(missing))
-        free = self._read.workers - sum(step.startswith("evaluate") for step in doing)
+            self.partitions.append(partitions.build_add_request(missing))
+        free = self.standing.workers - sum(step.startswith("evaluate") for step in doing)
         for number in due.waiting:
             if len(self.requests) < free and f"evaluate {number:04d}" not in doing:
                 yield from self._ask("evaluate", f"{number:04d}", partition=f"{number:04d}")
@@ -126,15 +121,14 @@ class _Look:
         assets: list[str] | None = None,
     ) -> Iterator[str]:
         """Request a run unless attempts at the same have failed lately; why not, if so."""
-        assert self._jobs is not None
-        tags = {SEARCH_TAG: self._read.name, STEP_TAG: f"{step} {about}"}
-        keys = None if assets is None else [dg.AssetKey([self._read.name, a]) for a in assets]
+        tags = {SEARCH_TAG: self.standing.name, STEP_TAG: f"{step} {about}"}
+        keys = None if assets is None else [dg.AssetKey([self.standing.name, a]) for a in assets]
         made = request_or_reason_to_wait(
-            self._ours,
-            f"{self._read.name}:{step}:{about}",
+            self.ours,
+            f"{self.standing.name}:{step}:{about}",
             tags,
-            self._retry_s,
-            job_name=self._jobs[step].name,
+            self.retry_s,
+            job_name=self.jobs[step].name,
             partition_key=partition,
             asset_selection=keys,
         )
@@ -145,7 +139,7 @@ class _Look:
 
     def _shown(self, asset: str) -> str | None:
         """The results of which an asset was made last."""
-        key = dg.AssetKey([self._read.name, asset])
-        event = self._instance.get_latest_materialization_event(key)
+        key = dg.AssetKey([self.standing.name, asset])
+        event = self.ours.instance.get_latest_materialization_event(key)
         made = event.asset_materialization if event else None
         return ((made.tags or {}) if made else {}).get("dagster/data_version")

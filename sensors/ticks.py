@@ -1,20 +1,64 @@
-"""What sensors share: how often they tick, what they tell, and how they wait for a lost disk."""
+"""What sensors share: how they tick and tell, and the runs that they ask for and look at.
+
+A run is ours if it carries the identity of our warehouse and no other code location made it: a copy
+of a warehouse has the identity of the original. A run without any, which waits in the queue, is
+ours if our location made it and loads nothing but this package.
+"""
 
 import errno
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from functools import wraps
 from typing import Any
 
 import dagster as dg
+from dagster import DagsterEventType as Event
+from dagster import DagsterRunStatus as Status
+from dagster._core.code_pointer import ModuleCodePointer
+from dagster._core.events import JobFailureData
+from dagster._core.scheduler.instigation import InstigatorState
+from dagster._core.storage.tags import REPOSITORY_LABEL_TAG
+from dagster_shared.error import SerializableErrorInfo
 
 from mergepipe_pipeline.deploy.instance import is_refused, own_name
+from mergepipe_pipeline.deploy.retry import (
+    MOST_ATTEMPTS,
+    SILENT,
+    Attempt,
+    Fault,
+    fault_of,
+    reason_to_wait,
+)
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.resources import WAREHOUSE_TAG, MergePipe
-from mergepipe_pipeline.sensors.runs import Ours
 from mergepipe_pipeline.settings import SENSOR_INTERVAL
+from mergepipe_pipeline.text import plain_of_markdown
 from mergepipe_pipeline.warehouse import Warehouse
 
+ACTIVE = [Status.QUEUED, Status.NOT_STARTED, Status.STARTING, Status.STARTED, Status.CANCELING]
+#: The module that loads nothing but ours.
+_MODULE = "mergepipe_pipeline.definitions"
+#: All our sensors, whose ticks are ours.
+SENSORS = frozenset(
+    f"{name}_sensor"
+    for name in (
+        *("inbox", "orphans", "recipe", "reload", "retention"),
+        *("failure", "stalled", "bisect", "search"),
+    )
+)
+RECIPE_TAG = "mergepipe/recipe"
+#: The number of a run among those at the same; a person's runs have that of the run they repeat.
+ATTEMPT_TAG = "mergepipe/attempt"
+_FAILED = [Status.FAILURE, Status.CANCELED]
+#: Runs that a look reads, those of persons among them; of failed ones the others are counted.
+_MOST_READ = 20
+#: What Dagster raises for a blocking check: the same snapshot fails it again.
+_CHECK_FAILED = "DagsterAssetCheckFailedError"
+#: How Dagster begins to tell of a run whose process is gone.
+_OUTSIDE = "This run has been marked as failed from outside"
 #: For sensors that somebody waits for. Dagster looks every 5 s: with 5 here, a tick that began late
 #: in one look would be skipped in the next.
 SOON_S = 4
@@ -26,8 +70,188 @@ LOADING = "its definitions are being loaded"
 BURST_PRIORITY, NIGHTLY_PRIORITY = "-1", "-2"
 #: The pools of our assets and jobs.
 POOLS = ("disk_read", "disk_write")
-#: Runs that tell which warehouse was here before.
-_MOST_READ = 20
+
+
+@dataclass(frozen=True)
+class Ours:
+    """What one code location may touch of an instance.
+
+    `tags` are those of our runs; `label` names the location as Dagster's storage does, None where
+    nobody says it, as to a schedule or outside of a location.
+    """
+
+    instance: dg.DagsterInstance
+    tags: Mapping[str, str]
+    label: str | None = None
+
+    @staticmethod
+    def of(
+        context: dg.SensorEvaluationContext | dg.ScheduleEvaluationContext, mergepipe: MergePipe
+    ) -> "Ours":
+        """What is ours for a tick."""
+        label = None
+        if isinstance(context, dg.SensorEvaluationContext) and context.code_location_origin:
+            place = context.code_location_origin.location_name
+            label = f"{context.repository_name}@{place}"
+        return Ours(context.instance, mergepipe.tags, label)
+
+    @property
+    def location(self) -> dict[str, str]:
+        """The tag of what our location made; none where nobody says which that is."""
+        return {} if self.label is None else {REPOSITORY_LABEL_TAG: self.label}
+
+    def has(self, run: dg.DagsterRun) -> bool:
+        """Whether a run is ours."""
+        made = run.remote_job_origin
+        if made and self.label not in (None, made.repository_origin.get_label()):
+            return False
+        if WAREHOUSE_TAG in run.tags:
+            return self.tags.items() <= run.tags.items()
+        return made is not None and _loads_ours_alone(run)
+
+    def runs(
+        self, statuses: Sequence[Status], tags: Mapping[str, str] | None = None
+    ) -> list[dg.DagsterRun]:
+        """Our runs of these statuses with these tags, the newest first."""
+        wanted = dg.RunsFilter(statuses=list(statuses), tags=dict(tags or {}))
+        return [run for run in self.instance.get_runs(wanted) if self.has(run)]
+
+    def runs_before(self, statuses: Sequence[Status], created_s: float) -> list[dg.DagsterRun]:
+        """Our runs of these statuses that were made before a time in seconds, the oldest first."""
+        # Others may keep very many: storage looks for what our location made, or our warehouse.
+        tags = self.location or self.tags
+        before = datetime.fromtimestamp(created_s).astimezone()
+        wanted = dg.RunsFilter(statuses=list(statuses), tags=dict(tags), created_before=before)
+        return [run for run in self.instance.get_runs(wanted, ascending=True) if self.has(run)]
+
+    def has_sensor(self, state: InstigatorState) -> bool:
+        """Whether a state that the instance keeps is of a sensor of ours."""
+        return (
+            state.instigator_name in SENSORS
+            and state.origin.repository_origin.get_label() == self.label
+        )
+
+
+def _loads_ours_alone(run: dg.DagsterRun) -> bool:
+    """Whether the location that made a run loads only our definitions."""
+    origin = run.job_code_origin
+    pointer = origin.repository_origin.code_pointer if origin else None
+    return isinstance(pointer, ModuleCodePointer) and pointer.module == _MODULE
+
+
+def recipes_under_way(ours: Ours) -> set[str]:
+    """The recipes that a run works on, or waits to; somebody's own choice of assets among them."""
+    recipes = set[str]()
+    for run in ours.runs(ACTIVE):
+        recipes |= {key.path[0] for key in run.asset_selection or ()}
+        if RECIPE_TAG in run.tags:
+            recipes.add(run.tags[RECIPE_TAG])
+    return recipes
+
+
+def failed_attempts(ours: Ours, tags: Mapping[str, str]) -> list[Attempt]:
+    """Our last runs with these tags that failed or were cancelled, oldest first.
+
+    What a person executed again with a configuration of its own is no attempt: another budget or
+    device may fail where what is asked for does not.
+    """
+    instance = ours.instance
+    wanted = dg.RunsFilter(tags={**tags, **ours.tags}, statuses=_FAILED)
+    # After a month without storage there are hundreds, and every tick asks.
+    read = instance.get_run_records(wanted, limit=_MOST_READ)
+    failed = [r for r in read if not r.dagster_run.run_config]
+    number = len(failed)
+    if len(read) == _MOST_READ and number >= MOST_ATTEMPTS:
+        number += instance.get_runs_count(wanted) - len(read)
+    elif len(read) == _MOST_READ:
+        failed = [r for r in instance.get_run_records(wanted) if not r.dagster_run.run_config]
+        number = len(failed)
+    return [_attempt(instance, r, number - i) for i, r in enumerate(failed[:MOST_ATTEMPTS])][::-1]
+
+
+def attempt_of(instance: dg.DagsterInstance, run_id: str) -> Attempt:
+    """How a run that failed or was cancelled ended."""
+    (record,) = instance.get_run_records(dg.RunsFilter(run_ids=[run_id]))
+    return _attempt(instance, record)
+
+
+def request(
+    ours: Ours,
+    key: str,
+    tags: Mapping[str, str],
+    more: Mapping[str, str] | None = None,
+    **about: Any,
+) -> dg.RunRequest:
+    """A run at what `tags` say, with a number that no run at the same has: no two have one key.
+
+    However they ended: a release whose record was lost is made once more, after a run that
+    succeeded. Counting does not do: people delete runs, and so does `retention_sensor`.
+    """
+    numbers = (int(run.tags.get(ATTEMPT_TAG, 0)) for run in ours.runs([], tags))
+    attempt = str(max(numbers, default=0) + 1)
+    named = {**tags, **ours.tags, ATTEMPT_TAG: attempt, **(more or {})}
+    return dg.RunRequest(run_key=f"{key}:{attempt}", tags=named, **about)
+
+
+def request_or_reason_to_wait(
+    ours: Ours, key: str, tags: Mapping[str, str], retry_s: float, **about: Any
+) -> dg.RunRequest | str:
+    """The same, unless attempts at it have failed lately: then why not."""
+    waiting = reason_to_wait(failed_attempts(ours, tags), time.time(), retry_s)
+    return request(ours, key, tags, **about) if waiting is None else waiting
+
+
+def _attempt(instance: dg.DagsterInstance, record: dg.RunRecord, number: int = 1) -> Attempt:
+    error, fault = _ending(instance, record.dagster_run)
+    ended_s = record.end_time or record.update_timestamp.timestamp()
+    return Attempt(ended_s, error, fault, number)
+
+
+def _ending(instance: dg.DagsterInstance, run: dg.DagsterRun) -> tuple[str, Fault]:
+    """Why a run ended that gave nothing, and whose fault that was."""
+    if run.status is Status.CANCELED:
+        return "it was cancelled", Fault.UNKNOWN
+    for log in instance.all_logs(run.run_id, of_type={Event.STEP_FAILURE, Event.RUN_FAILURE}):
+        event = log.dagster_event
+        if event and event.is_step_failure and event.step_failure_data.error:
+            data = event.step_failure_data
+            chain = list(_chain(data.error))
+            if any(name == _CHECK_FAILED for name, _ in chain):
+                return _refusals(instance, run.run_id) or chain[-1][1], Fault.LASTING
+            text = data.user_failure_data and data.user_failure_data.description
+            error = " ".join(text.split()) if text else chain[-1][1]
+            # An executor tells of a step whose process is gone by an error of no class.
+            is_lost = not any(name for name, _ in chain)
+            return error, Fault.SURROUNDINGS if is_lost else fault_of(chain)
+        if event and event.is_run_failure:
+            # An error before any step, as of a wrong configuration, or none: the process is gone.
+            ended = event.event_specific_data
+            errors = list(_chain(ended.error if isinstance(ended, JobFailureData) else None))
+            if errors:
+                return errors[-1][1], fault_of(errors)
+            text = event.message or ""
+            return SILENT if text.startswith(_OUTSIDE) else text, Fault.SURROUNDINGS
+    return "its run ended without an error of its own", Fault.UNKNOWN
+
+
+def _refusals(instance: dg.DagsterInstance, run_id: str) -> str:
+    """What the checks that a run failed say; "" if none says anything."""
+    refusals = []
+    for log in instance.all_logs(run_id, of_type=Event.ASSET_CHECK_EVALUATION):
+        event = log.dagster_event
+        if event and not event.asset_check_evaluation_data.passed:
+            evaluated = event.asset_check_evaluation_data
+            where = f"{evaluated.asset_key.to_user_string()}: {evaluated.check_name}"
+            refusals.append(f"{where}: {plain_of_markdown(evaluated.description or 'it failed')}")
+    return "; ".join(refusals)
+
+
+def _chain(error: SerializableErrorInfo | None) -> Iterator[tuple[str, str]]:
+    """Class and first line of an error and of its causes, the root cause last."""
+    while error:
+        text = error.message.strip().removeprefix(f"{error.cls_name}: ")
+        yield error.cls_name or "", " ".join(text.split())
+        error = error.cause
 
 
 def interval_s(usual_s: int) -> int:

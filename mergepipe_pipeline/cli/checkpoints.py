@@ -1,22 +1,68 @@
-"""Commands about checkpoints: `register`, `tag`, `analyze`, `sql`, `land`, `quarantine`."""
+"""Commands about checkpoints and their packs, from `register` to `unpack`; `ls` and `sql`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from mergepipe_pipeline.cli.common import Console, download_options, table, verb
-from mergepipe_pipeline.cli.packs import pack_lines
-from mergepipe_pipeline.text import four_digits, listed, size
+from mergepipe_pipeline.cli.common import (
+    Console,
+    cells,
+    column_table,
+    counted,
+    download_options,
+    table,
+    verb,
+)
+from mergepipe_pipeline.cli.evaluation import metrics_text
+from mergepipe_pipeline.text import four_digits, listed, percent, size
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.catalog.views import View
+    from mergepipe_pipeline.execution.packing import PackEstimate
+    from mergepipe_pipeline.verbs.pack import Packed
 
 
 _EXAMPLE = "select snapshot_id, version from snapshot_inputs where name = 'math'"
+_ALL = "L0,L1,L2,L3,X20,X"
+_Row = Mapping[str, Any]
+#: What the tables show under their headers.
+_CHECKPOINTS: dict[str, Callable[[_Row], Any]] = {
+    "checkpoint": lambda c: c["name"],
+    "version": lambda c: c["version"],
+    "base": lambda c: c["base"] or "-",
+    "tags": lambda c: ", ".join(c["tags"]) or "-",
+    "tensors": lambda c: c["tensors"],
+    "size": lambda c: size(c["nbytes"]),
+    "analysed": lambda c: "yes" if c["analysed"] else "no",
+    "pack": lambda c: "-" if c["pack_nbytes"] is None else size(c["pack_nbytes"]),
+    "path": lambda c: f"{c['root']} (moved to {c['moved_to']})" if c["moved_to"] else c["root"],
+}
+_REFS: dict[str, Callable[[_Row], Any]] = {
+    "ref": lambda r: r["ref"],
+    "version": lambda r: r["version"],
+    "snapshot": lambda r: r["snapshot_id"][:16],
+    "reason": lambda r: r["reason"],
+}
+_QUARANTINED: dict[str, Callable[[_Row], Any]] = {
+    "quarantined": lambda q: q["name"],
+    "content": lambda q: q["content"][:16],
+    "kept out now": lambda q: "yes" if q["is_now"] else "no",
+    "since": lambda q: q["decided"],
+    "by": lambda q: q["by"] or "-",
+    "reason": lambda q: q["reason"],
+}
+_DAMAGED: dict[str, Callable[[_Row], Any]] = {
+    "damaged": lambda d: d["kind"],
+    "name": lambda d: d["name"],
+    "reason": lambda d: d["reason"],
+}
+#: Inputs that a line of the table has room for.
+_MOST_NAMES = 6
 
 
 @click.command()
@@ -58,7 +104,7 @@ def register(console: Console, path: str, name: str | None, base: str | None) ->
 @verb
 def tag(console: Console, name: str, add: tuple[str, ...], remove: tuple[str, ...]) -> None:
     """Change the tags of a checkpoint's name, or show them: recipes select experts by them."""
-    from mergepipe_pipeline.verbs.tag import tag as run
+    from mergepipe_pipeline.verbs.register import tag as run
 
     tags = sorted(run(console.existing, name, add, remove))
     console.show({"name": name, "tags": tags}, f"{name}: {', '.join(tags) or 'no tags'}")
@@ -144,8 +190,8 @@ def sql(
     """Query the catalog with SQL; without a query, list the views and their columns."""
     from mergepipe_pipeline.catalog.queries import Limits
     from mergepipe_pipeline.catalog.views import VIEWS
-    from mergepipe_pipeline.verbs.sql import export
-    from mergepipe_pipeline.verbs.sql import query as run
+    from mergepipe_pipeline.verbs.ls import export
+    from mergepipe_pipeline.verbs.ls import query as run
 
     if target and query:
         raise click.UsageError("--export takes no query: the file has all views.")
@@ -204,8 +250,173 @@ def quarantine(console: Console, name: str, reason: str, release: bool) -> None:
 
     Recipes that name it wait, and what their refs name stays live.
     """
-    from mergepipe_pipeline.verbs.quarantine import quarantine as run
+    from mergepipe_pipeline.verbs.register import quarantine as run
 
     done = run(console.warehouse, name, reason=reason, release=release, progress=console.progress)
     state = "kept out" if done.is_kept_out else "let in"
     console.show(asdict(done), f"{done.name}, content {done.content[:16]}: {state}, {done.reason}")
+
+
+@click.command()
+@click.argument("names", nargs=-1)
+@click.option("--base", help="Pack against this base instead of the registered one.")
+@click.option(
+    "--tiers",
+    default=_ALL,
+    show_default=True,
+    help="Tiers to write: L0 up to some Lk approximate, X20 and X are exact.",
+)
+@click.option(
+    "--replace",
+    "is_replaced",
+    is_flag=True,
+    help="Move weight files to --cold, once the packs have given every one back.",
+)
+@click.option("--cold", type=click.Path(), help="Folder that --replace moves weight files into.")
+@verb
+def pack(
+    console: Console,
+    names: tuple[str, ...],
+    base: str | None,
+    tiers: str,
+    is_replaced: bool,
+    cold: str | None,
+) -> None:
+    """Write experts' deltas once in tiers, so that merges read a part (default: all experts).
+
+    What is not analysed is analysed first; tensors that an older pack has are taken over. A merge
+    under a budget then buys levels instead of whole blocks, and an exact one reads X20 and X.
+    """
+    from mergepipe_pipeline.verbs.pack import pack as run
+    from mergepipe_pipeline.verbs.replace import move_to_cold
+
+    if is_replaced != (cold is not None) or (is_replaced and not names):
+        raise click.UsageError("--replace takes names, and --cold FOLDER says where originals go")
+    console.tell_of_compilation()
+    done = run(
+        console.warehouse,
+        names,
+        base=base,
+        tiers=[t.strip() for t in tiers.split(",")],
+        progress=console.progress,
+    )
+    moved = [move_to_cold(console.warehouse, one, cold, console.progress) for one in done if cold]
+    console.show(
+        {"packs": [asdict(one) for one in done], "moved": [asdict(one) for one in moved]},
+        *pack_lines(done),
+        *(
+            f"{m.name}: {counted(m.files, 'weight file')} moved to {m.cold}{' before' * m.before}"
+            for m in moved
+        ),
+    )
+
+
+def pack_lines(done: Sequence[Packed]) -> list[str]:
+    """A table of packs for people."""
+    tiers = list(dict.fromkeys(t for one in done for t in one.tier_nbytes))
+    rows = [
+        (
+            one.name,
+            f"packed in {one.seconds:.1f} s" if one.fresh else "packed before",
+            *(percent(one.tier_nbytes.get(t, 0) / one.expert_nbytes) for t in tiers),
+            size(one.nbytes),
+            pay_back_text(one.pays_back_after),
+        )
+        for one in done
+    ]
+    return table(("expert", "state", *tiers, "pack", "pays back after"), rows)
+
+
+def pay_back_text(merges: int | None) -> str:
+    """How many merges, for people."""
+    return "-" if merges is None else counted(merges, "exact merge")
+
+
+def estimate_lines(estimates: Sequence[PackEstimate], label: str) -> list[str]:
+    """What packs that are not there would take and save, all together, for people."""
+    if not estimates:
+        return []
+    total, packed = (
+        sum(getattr(p, f"{of}_nbytes") for p in estimates) for of in ("expert", "packed")
+    )
+    tiers = sum(n for p in estimates for n in p.tier_nbytes.values())
+    exact = total - packed + sum(p.exact_nbytes for p in estimates)
+    seconds = sum(p.seconds for p in estimates)
+    after = [p.pays_back_after for p in estimates]
+    merges = None if None in after else max(n for n in after if n is not None)
+    saved = f", paid back after about {pay_back_text(merges)}" if merges else ""
+    return [
+        f"{label}`mergepipe pack` of {counted(len(estimates), 'expert')} would take about "
+        f"{percent(tiers / total)} of their bytes and {seconds:.0f} s{saved}",
+        f"{' ' * len(label)}an exact merge would read about {percent(exact / total)} of them",
+    ]
+
+
+@click.command()
+@click.argument("name")
+@click.option(
+    "--to",
+    type=click.Path(),
+    help="New folder for them and what goes with them (default: where they were).",
+)
+@verb
+def unpack(console: Console, name: str, to: str | None) -> None:
+    """Make the weight files that `pack --replace` moved away again, bit for bit.
+
+    NAME@VERSION, or NAME@ and the start of a checkpoint id, is an older version of it.
+    """
+    from mergepipe_pipeline.verbs.replace import unpack as run
+
+    done = run(console.existing, name, to, console.progress)
+    copied = f"; the originals stay in {done.root}" if Path(done.root).exists() else ""
+    console.show(
+        asdict(done),
+        f"{done.name}: {counted(done.files, 'weight file')}, {size(done.nbytes)}, in {done.cold}"
+        f"{copied}",
+    )
+
+
+_SNAPSHOTS: dict[str, Callable[[_Row], Any]] = {
+    "snapshot": lambda s: s["snapshot_id"][:16],
+    "created": lambda s: s["created"],
+    "recipe": lambda s: s["recipe"] or "-",
+    "method": lambda s: s["method"],
+    "size": lambda s: size(s["nbytes"]),
+    "read of experts": lambda s: _read_text(s["expert_bytes_planned"], s["expert_bytes_total"]),
+    "inputs": lambda s: _few(s["inputs"]),
+    "metrics": lambda s: "; ".join(metrics_text(e["metrics"]) for e in s["evaluations"]) or "-",
+    "gate": lambda s: "refused" if s["refused"] else "-",
+}
+
+
+@click.command()
+@verb
+def ls(console: Console) -> None:
+    """List checkpoints, snapshots and refs."""
+    from mergepipe_pipeline.verbs.ls import ls as run
+
+    listing = run(console.existing)
+    console.show(
+        asdict(listing),
+        *column_table(listing.checkpoints, _CHECKPOINTS),
+        "",
+        *column_table(listing.snapshots, _SNAPSHOTS),
+        "",
+        *column_table(listing.refs, _REFS),
+        *cells([{**q, **c} for q in listing.quarantined for c in q["contents"]], _QUARANTINED),
+        *cells(listing.damaged, _DAMAGED),
+    )
+
+
+def _read_text(nbytes: int | None, of_nbytes: int | None) -> str:
+    if nbytes is None:
+        return "-"
+    return f"{size(nbytes)}, {percent(nbytes / of_nbytes)}" if of_nbytes else size(nbytes)
+
+
+def _few(names: Sequence[str]) -> str:
+    """Names as far as there is room; the last is the base's, and stays."""
+    if len(names) <= _MOST_NAMES:
+        return ", ".join(names)
+    shown = names[: _MOST_NAMES - 2]
+    return f"{', '.join(shown)} and {len(names) - len(shown) - 1} more, {names[-1]}"

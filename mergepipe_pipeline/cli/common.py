@@ -1,35 +1,41 @@
-"""What all commands share: `--home`, `--json`, tables, and how errors leave."""
+"""What all commands share: `--home`, `--json`, tables, progress, and how errors leave."""
 
 from __future__ import annotations
 
-import csv
 import functools
+import json
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 
 import click
 
-from mergepipe_pipeline.cli.bars import Bars, JsonLines
 from mergepipe_pipeline.cli.ending import as_error, narrow_space, traced
 from mergepipe_pipeline.errors import MergePipeError, NotFoundError
 from mergepipe_pipeline.storage.atomic import READ_ONLY, write_atomic
 from mergepipe_pipeline.text import in_one_line, json_text, visible
 
 if TYPE_CHECKING:
-    from mergepipe_pipeline.progress import Progress
+    from rich.progress import Progress as RichProgress
+
+    from mergepipe_pipeline.progress import Advance, Progress
     from mergepipe_pipeline.warehouse import Warehouse
+
 
 T = TypeVar("T")
 #: No option means more bytes, seconds, elements or versions; seeds may have 32 bits.
 _MOST = (1 << 32) - 1
+#: Seconds between two lines about one task.
+_PAUSE_S = 0.5
+#: Prints each of the texts that it is given.
+Warn = Callable[..., None]
 
 
 @dataclass(frozen=True)
@@ -217,41 +223,10 @@ def fail(error: MergePipeError, as_json: bool) -> NoReturn:
     sys.exit(error.exit_code)
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a command has to say: JSON, lines for people, records of a CSV file, and a picture."""
-
-    data: Any
-    lines: Sequence[str]
-    records: Sequence[Mapping[str, Any]] = ()
-    picture: Callable[[], bytes] | None = None
-
-
-def answer(
-    *, csv: str, picture: str = ""
-) -> Callable[[Callable[..., Answer]], Callable[..., None]]:
-    """Give a command that returns an `Answer` what `verb` gives, `--csv`, and maybe `--picture`.
-
-    Both texts are the help of these options.
-    """
-
-    def decorated(function: Callable[..., Answer]) -> Callable[..., None]:
-        @verb
-        @functools.wraps(function)
-        def run(console: Console, csv_file: str | None, **given: Any) -> None:
-            png_file = given.pop("png_file", None)
-            found = function(console, **given)
-            if csv_file:
-                write_csv(csv_file, found.records)
-            if png_file and found.picture:
-                write_file(png_file, found.picture())
-            console.show(found.data, *found.lines)
-
-        if picture:
-            run = click.option("--picture", "png_file", type=click.Path(), help=picture)(run)
-        return click.option("--csv", "csv_file", type=click.Path(), help=csv)(run)
-
-    return decorated
+def picture_option(drawn: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command `--picture FILE`, which it gets as `png_file`."""
+    help_text = f"Write {drawn} (PNG) here."
+    return click.option("--picture", "png_file", type=click.Path(), help=help_text)
 
 
 def counted(n: int, noun: str) -> str:
@@ -285,19 +260,14 @@ def cells(rows: Sequence[T], columns: Mapping[str, Callable[[T], Any]]) -> list[
     return ["", *column_table(rows, columns)] if rows else []
 
 
+def section(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    """As `table`, after an empty line; nothing without rows."""
+    return ["", *table(headers, rows)] if rows else []
+
+
 def recipe_folder(path: str) -> Path:
     """The folder that relative model paths of a recipe may start from."""
     return Path(path).resolve().parent
-
-
-def write_csv(path: str | Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """One line per flat record under the keys of the first; makes the folder."""
-    out = StringIO()
-    if records:
-        writer = csv.DictWriter(out, list(records[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(records)
-    write_file(path, out.getvalue().encode(errors="backslashreplace"))
 
 
 def write_file(path: str | Path, content: bytes) -> None:
@@ -307,3 +277,88 @@ def write_file(path: str | Path, content: bytes) -> None:
         target.write_bytes(content)
     else:
         write_atomic(target.resolve(), content)
+
+
+class Bars:
+    """Progress bars on stderr (rich)."""
+
+    def __init__(self, warn: Warn, *, visible: bool) -> None:
+        self.warn = warn
+        self._visible = visible
+        self._bars: RichProgress | None = None
+
+    @contextmanager
+    def task(self, label: str, total_nbytes: int) -> Iterator[Advance]:
+        """One bar in bytes, with rate and time left."""
+        if not self._visible or total_nbytes == 0:
+            yield lambda nbytes: None
+            return
+        if self._bars is not None:  # a terminal shows one display, with a line for each task
+            yield self._line(self._bars, label, total_nbytes)
+            return
+        from rich.console import Console as RichConsole
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=RichConsole(stderr=True)) as bars:
+            self._bars = bars
+            try:
+                yield self._line(bars, label, total_nbytes)
+            finally:
+                self._bars = None
+
+    @staticmethod
+    def _line(bars: RichProgress, label: str, total_nbytes: int) -> Advance:
+        bar = bars.add_task(in_one_line(label), total=total_nbytes)
+        return lambda nbytes: bars.advance(bar, nbytes)
+
+
+class JsonLines:
+    """One line of JSON for each step of progress: task, done, total and their unit.
+
+    A task tells of its begin, of its end, also if it fails, and twice a second meanwhile.
+    """
+
+    def __init__(
+        self, warn: Warn, out: TextIO, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.warn = warn
+        self._out = out
+        self._clock = clock
+
+    @contextmanager
+    def task(self, label: str, total_nbytes: int) -> Iterator[Advance]:
+        """Lines about one task of `total_nbytes`; any thread may advance it."""
+        lock, done, told_s = threading.Lock(), 0, self._clock()
+
+        def advance(nbytes: int) -> None:
+            nonlocal done, told_s
+            with lock:
+                done += nbytes
+                if self._clock() - told_s >= _PAUSE_S and done < total_nbytes:
+                    told_s = self._clock()
+                    self._tell(label, done, total_nbytes)
+
+        self._tell(label, done, total_nbytes)
+        try:
+            yield advance
+        finally:
+            self._tell(label, done, total_nbytes)
+
+    def _tell(self, label: str, done: int, total: int) -> None:
+        line = {"task": label, "done": done, "total": total, "unit": "bytes"}
+        self._out.write(json.dumps(line) + "\n")
+        self._out.flush()

@@ -24,27 +24,7 @@ from mergepipe_pipeline.secrets import discreet
 from mergepipe_pipeline.text import json_text
 
 #: The modules whose commands these are.
-_MODULES = (
-    "checkpoints",
-    "compare",
-    "conflicts",
-    "curve",
-    "demo",
-    "diff",
-    "evaluation",
-    "explain",
-    "ls",
-    "merging",
-    "operators",
-    "packs",
-    "push",
-    "replay",
-    "search",
-    "snapshots",
-    "tools",
-    "ui",
-    "verify",
-)
+_MODULES = ("checkpoints", "evaluation", "explain", "merging", "snapshots", "tools", "ui")
 
 
 class _Commands(click.Group):

@@ -6,27 +6,25 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from mergepipe_pipeline.cli.checkpoints import estimate_lines
 from mergepipe_pipeline.cli.common import (
     Console,
     download_options,
     recipe_folder,
-    table,
+    section,
     verb,
 )
 from mergepipe_pipeline.cli.evaluation import metrics_text
 from mergepipe_pipeline.cli.mergekit_flags import RecipeCommand
-from mergepipe_pipeline.cli.packs import estimate_lines
 from mergepipe_pipeline.text import percent, size
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.domain.plan import MergePlan
-    from mergepipe_pipeline.domain.selector import Selected
     from mergepipe_pipeline.execution.packs import PackedCost
-    from mergepipe_pipeline.execution.run import MergeOutcome
     from mergepipe_pipeline.remote.egress import Egress
     from mergepipe_pipeline.resolution.resolve import ResolvedRecipe
     from mergepipe_pipeline.snapshots.export import Shards
@@ -36,39 +34,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _COUNT = click.IntRange(min=1)
 _SIZE = re.compile(r"([0-9]+)\s*([kmgtb]?)(i?)b?", re.IGNORECASE)
+#: Options of a merge's engine, and of how a recipe is read, as `load_recipe` takes them.
+_ENGINE = ("threads", "window_elems", "memory_mib", "device")
+_READING = ("lenient", "copy_tokenizer", "truncate_embeddings")
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "b": 3, "t": 4}
 
 
-class Reading(TypedDict):
-    """How a recipe is read, as `load_recipe` takes it."""
-
-    lenient: bool
-    copy_tokenizer: bool
-    truncate_embeddings: bool
-
-
-#: How it is read if nobody asks for more.
-AS_WRITTEN = Reading(lenient=False, copy_tokenizer=True, truncate_embeddings=False)
-
-
-def reading(planning: dict[str, Any]) -> Reading:
-    """The options that say how a recipe is read, taken out of the others.
-
-    Raises UsageError for others that contradict each other.
-    """
-    if planning.get("strategy") == "packs" and planning.get("no_packs"):
-        raise click.UsageError(
-            "--strategy packs and --no-packs exclude each other: give one of them"
-        )
-    return Reading(
-        lenient=planning.pop("lenient"),
-        copy_tokenizer=planning.pop("copy_tokenizer"),
-        truncate_embeddings=planning.pop("truncate_embeddings"),
-    )
-
-
-def reading_options(function: Callable[..., None]) -> Callable[..., None]:
-    """The options of `Reading`."""
+def planning_options(function: Callable[..., None]) -> Callable[..., None]:
+    """The options that decide how a recipe is read, and what a plan buys."""
     for option in (
         click.option(
             "--copy-tokenizer/--no-copy-tokenizer",
@@ -86,14 +59,6 @@ def reading_options(function: Callable[..., None]) -> Callable[..., None]:
             is_flag=True,
             help="Warn about keys and parameters that mergekit ignores, and ignore them, too.",
         ),
-    ):
-        function = option(function)
-    return function
-
-
-def planning_options(function: Callable[..., None]) -> Callable[..., None]:
-    """The options that decide what a plan buys."""
-    for option in (
         click.option(
             "--block-size",
             "block_elems",
@@ -116,18 +81,25 @@ def planning_options(function: Callable[..., None]) -> Callable[..., None]:
         ),
     ):
         function = option(function)
-    return reading_options(function)
+    return function
 
 
 def of_recipe(
-    console: Console, recipe: str, planning: dict[str, Any], verb: Callable[..., T], **given: Any
+    home: Warehouse, recipe: str, planning: dict[str, Any], verb: Callable[..., T], **given: Any
 ) -> T:
-    """Return what a verb makes of a recipe's file under the options of `planning_options`."""
+    """Return what a verb makes of a recipe's file under the options of `planning_options`.
+
+    Raises UsageError for options that contradict each other.
+    """
     from mergepipe_pipeline.resolution.recipe_text import load_recipe
 
-    parsed = load_recipe(recipe, console.warehouse, **reading(planning))
-    folder = recipe_folder(recipe)
-    return verb(console.warehouse, parsed, relative_to=folder, **given, **planning)
+    if planning.get("strategy") == "packs" and planning.get("no_packs"):
+        raise click.UsageError(
+            "--strategy packs and --no-packs exclude each other: give one of them"
+        )
+    reading = {option: planning.pop(option) for option in _READING}
+    parsed = load_recipe(recipe, home, **reading)
+    return verb(home, parsed, relative_to=recipe_folder(recipe), **given, **planning)
 
 
 @click.command(cls=RecipeCommand)
@@ -139,9 +111,11 @@ def check(console: Console, recipe: str, **planning: Any) -> None:
 
     Of experts that are analysed and not packed, what packs would take and save, from samples.
     """
+    from mergepipe_pipeline.execution.throughput import UNKNOWN
     from mergepipe_pipeline.verbs.check import check as run
+    from mergepipe_pipeline.verbs.explain import selected_table
 
-    checked = of_recipe(console, recipe, planning, run)
+    checked = of_recipe(console.warehouse, recipe, planning, run)
     console.warn(*checked.warnings)
     stages = list(zip(checked.stages, checked.packed, strict=True))
     *before, last = (_stage_json(*stage) for stage in stages)
@@ -150,23 +124,17 @@ def check(console: Console, recipe: str, **planning: Any) -> None:
     shown["egress"], shown["when"] = [asdict(e) for e in checked.egress], checked.when
     if before:
         shown["stages"] = [*before, last]
-    lines = [line for stage in stages for line in _stage_lines(*stage)]
+    known = checked.seconds is not None
+    time = f"about {checked.seconds:.3g} s, as fast as the last merge" if known else UNKNOWN
     console.show(
         shown,
-        *lines,
-        f"  time                {_time_text(checked.seconds)}",
+        *(line for stage in stages for line in _stage_lines(*stage)),
+        f"  time                {time}",
         *egress_lines(checked.egress, "  download            "),
         *estimate_lines(checked.estimates, "  packs               "),
-        *selected_lines(checked.stages[-1].request.selected),
+        *section(*selected_table(checked.stages[-1].request.selected)),
         f"  standing pipeline   {checked.when}",
     )
-
-
-def _time_text(seconds: float | None) -> str:
-    """About how long a merge takes, or why nobody can say."""
-    from mergepipe_pipeline.execution.throughput import UNKNOWN
-
-    return UNKNOWN if seconds is None else f"about {seconds:.3g} s, as fast as the last merge"
 
 
 def _stage_json(resolved: ResolvedRecipe, packed: PackedCost | None) -> dict[str, Any]:
@@ -206,16 +174,12 @@ def plan(console: Console, recipe: str, **planning: Any) -> None:
     """Decide what to read under the budget, and print the bound on what that costs."""
     from mergepipe_pipeline.execution.egress import egress_of_plan
     from mergepipe_pipeline.execution.stages import plan_in_stages
-    from mergepipe_pipeline.verbs.explain import read_shares
+    from mergepipe_pipeline.verbs.explain import read_shares, selected_table, shares_table
 
-    made = of_recipe(console, recipe, planning, plan_in_stages, progress=console.progress)
+    given = {"progress": console.progress}
+    made = of_recipe(console.warehouse, recipe, planning, plan_in_stages, **given)
     egress = egress_of_plan(made)
-    e = made.estimates
     console.warn(*made.warnings)
-    rows = [
-        (s.expert, size(s.nbytes_total), size(s.nbytes_read), size(s.nbytes_known_zero))
-        for s in read_shares(made, "expert")
-    ]
     console.show(
         {
             "plan_id": made.plan_id,
@@ -223,10 +187,21 @@ def plan(console: Console, recipe: str, **planning: Any) -> None:
             "method": made.method,
             "layers": len(made.layers),
             "selected": [asdict(s) for s in made.request.selected],
-            **asdict(e),
+            **asdict(made.estimates),
             "egress": [asdict(of_address) for of_address in egress],
         },
-        f"plan {made.plan_id[:16]}  {made.method}, {made.estimates.strategy}",
+        *plan_lines(made),
+        *egress_lines(egress, "  download       "),
+        *section(*shares_table(read_shares(made, "expert"))),
+        *section(*selected_table(made.request.selected)),
+    )
+
+
+def plan_lines(made: MergePlan) -> list[str]:
+    """What a plan reads, and what that loses."""
+    e = made.estimates
+    return [
+        f"plan {made.plan_id[:16]}  {made.method}, {e.strategy}",
         f"  expert bytes   {size(e.expert_bytes_planned)} of {size(e.expert_bytes_total)}"
         f" (budget {size(e.budget_bytes)})",
         *packed_lines(made, "  from packs     "),
@@ -235,11 +210,7 @@ def plan(console: Console, recipe: str, **planning: Any) -> None:
         f"  error          {error_text(made)}",
         f"  error bound    {bound_text(made)}",
         f"  reads          {e.reads}",
-        *egress_lines(egress, "  download       "),
-        "",
-        *table(("expert", "size", "read", "known zero"), rows),
-        *selected_lines(made.request.selected),
-    )
+    ]
 
 
 def egress_lines(egress: Sequence[Egress], label: str) -> list[str]:
@@ -315,17 +286,7 @@ def bound_text(made: MergePlan) -> str:
 @download_options
 @verb
 def merge(
-    console: Console,
-    recipe: str,
-    out: str | None,
-    publish_ref: bool,
-    threads: int | None,
-    window_elems: int | None,
-    memory_mib: int | None,
-    device: str | None,
-    fresh: bool,
-    shard_size: str | None,
-    **planning: Any,
+    console: Console, recipe: str, out: str | None, shard_size: str | None, **asked: Any
 ) -> None:
     """Plan and merge a recipe into a snapshot; registers and analyses what is not known yet.
 
@@ -333,41 +294,31 @@ def merge(
     folder nor ref.
     """
     from mergepipe_pipeline.engine.options import EngineOptions
-    from mergepipe_pipeline.resolution.recipe_text import load_recipe
+    from mergepipe_pipeline.verbs.merge import export
     from mergepipe_pipeline.verbs.merge import merge as run
 
     console.tell_of_compilation()
-    asked, cut = reading(planning), cut_of(console.place, out, shard_size)
-    merged = run(
+    cut = cut_of(console.place, out, shard_size)
+    engine = {option: asked.pop(option) for option in _ENGINE}
+    merged = of_recipe(
         console.place,
-        load_recipe(recipe, console.place, **asked) if asked != AS_WRITTEN else recipe,
-        relative_to=recipe_folder(recipe),
-        options=EngineOptions.from_settings(
-            threads=threads, window_elems=window_elems, memory_mib=memory_mib, device=device
-        ),
+        recipe,
+        asked,
+        run,
+        options=EngineOptions.from_settings(**engine),
         out=None if cut else out,
-        publish_ref=publish_ref,
-        fresh=fresh,
         progress=console.progress,
         began_s=console.began_s,
-        **planning,
     )
     if cut is not None:
-        merged = exported(console.place, merged, *cut)
-    lines = _merged_lines(merged.outcome)
-    if merged.judged is not None:
-        lines.append(f"  metrics       {metrics_text(merged.judged.evaluation.metrics)}")
-    if merged.judged is not None and merged.judged.verdict is not None:
-        lines.append(f"  gate          passed: {merged.judged.verdict.summary}")
-    if merged.folder is not None:
-        lines.append(f"  folder        {merged.folder}")
-    if merged.ref is not None:
-        lines.append(f"  published     {merged.ref.name}, version {merged.ref.number}")
-    console.show(merged.summary(), *lines)
+        export(console.place, merged.outcome.snapshot.snapshot_id, *cut)
+        merged = replace(merged, folder=cut[0])
+    console.show(merged.summary(), *_merged_lines(merged))
 
 
-def _merged_lines(outcome: MergeOutcome) -> list[str]:
-    s = outcome.summary()
+def _merged_lines(merged: Merged) -> list[str]:
+    outcome, judged, ref = merged.outcome, merged.judged, merged.ref
+    s, verdict = outcome.summary(), judged and judged.verdict
     return [
         f"snapshot {s['snapshot_id']}",
         f"  layers        {s['layers_executed']} executed, {s['layers_reused']} reused",
@@ -382,16 +333,12 @@ def _merged_lines(outcome: MergeOutcome) -> list[str]:
         f"  error         {error_text(outcome.plan)}",
         f"  error bound   {bound_text(outcome.plan)}",
         f"  time          {s['time']['total_s']:.2f} s",
-        f"  path          {s['path']}",
+        f"  path          {outcome.snapshot.path}",
+        *([f"  metrics       {metrics_text(judged.evaluation.metrics)}"] if judged else []),
+        *([f"  gate          passed: {verdict.summary}"] if verdict else []),
+        *([f"  folder        {merged.folder}"] if merged.folder else []),
+        *([f"  published     {ref.name}, version {ref.number}"] if ref else []),
     ]
-
-
-def selected_lines(selected: Sequence[Selected]) -> list[str]:
-    """Which experts each selector takes, and which it leaves and why; nothing without selectors."""
-    if not selected:
-        return []
-    rows = [(s.label, name, why) for s in selected for name, why in s.answers]
-    return ["", *table(("selector", "expert", "taken, or why not"), rows)]
 
 
 def cut_of(warehouse: Warehouse, out: str | None, size: str | None) -> tuple[Path, Shards] | None:
@@ -401,7 +348,7 @@ def cut_of(warehouse: Warehouse, out: str | None, size: str | None) -> tuple[Pat
     """
     if size is None:
         return None
-    from mergepipe_pipeline.verbs.export import Shards, check_out, refuse_full
+    from mergepipe_pipeline.snapshots.export import Shards, check_out, refuse_full
 
     if out is None:
         raise click.UsageError("--shard-size is of the files in --out, and there is none")
@@ -419,11 +366,3 @@ def _nbytes(size: str) -> int | None:
         raise click.UsageError(f"--shard-size {size!r} is no size: write 5GB, 500MiB or none")
     unit: int = (1024 if match[3] else 1000) ** _POWERS[match[2].lower()]
     return int(match[1]) * unit
-
-
-def exported(warehouse: Warehouse, merged: Merged, folder: Path, shards: Shards) -> Merged:
-    """What was merged, in a folder with weight files of that size."""
-    from mergepipe_pipeline.verbs.export import export
-
-    export(warehouse, merged.outcome.snapshot.snapshot_id, folder, shards)
-    return replace(merged, folder=folder)

@@ -1,14 +1,28 @@
-"""Commands about results: `publish`, `history`, `rollback`, `gc`."""
+"""Commands about results: publish, replay, send, fetch, collect, verify and repair them."""
 
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from mergepipe_pipeline.cli.common import Console, table, verb
+from mergepipe_pipeline.cli.common import Console, counted, table, verb
+from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.text import size
+
+if TYPE_CHECKING:
+    from mergepipe_pipeline.integrity.auditor import Finding, Scope
+    from mergepipe_pipeline.remote.push import PushResult
+    from mergepipe_pipeline.verbs.verify import Report
+
+_COUNT = click.IntRange(min=1)
+_SCOPES: tuple[Scope, ...] = ("structure", "digests", "lineage", "inputs")
+_INPUTS: tuple[Scope, ...] = ("inputs",)
 
 
 @click.command()
@@ -66,7 +80,7 @@ def rollback(console: Console, ref: str, to: int | None, reason: str) -> None:
 
 def _warn_of_kept_out(console: Console, snapshot_id: str) -> None:
     from mergepipe_pipeline.snapshots.find import load_snapshot
-    from mergepipe_pipeline.verbs.guard import kept_out_in
+    from mergepipe_pipeline.verbs.publish import kept_out_in
 
     snapshot = load_snapshot(console.existing.snapshots, snapshot_id)
     console.warn(*(str(decision) for decision in kept_out_in(console.existing, snapshot)))
@@ -138,3 +152,275 @@ def gc(
         *(f"  snapshot {snapshot_id}" for snapshot_id in done.snapshots),
         *(["what was used in the last hour stays; --older-than 0 takes it, too"] * is_default),
     )
+
+
+def _paths(ctx: click.Context, option: click.Parameter, values: Sequence[str]) -> dict[str, str]:
+    pairs = [value.partition("=") for value in values]
+    for name, _, path in pairs:
+        if not name or not path:
+            raise click.BadParameter(f"expected NAME=PATH, found {name!r}.", ctx, option)
+    return {name: path for name, _, path in pairs}
+
+
+@click.command()
+@click.argument("snapshot")
+@click.option(
+    "--input",
+    "inputs",
+    multiple=True,
+    metavar="NAME=PATH",
+    callback=_paths,
+    help="Where the input of this name is now; may be given several times.",
+)
+@click.option("--keep", type=click.Path(), help="Keep what is made: the folder of a new warehouse.")
+@click.option("--threads", type=_COUNT, help="Threads for arithmetic and reading.")
+@verb
+def replay(
+    console: Console, snapshot: str, inputs: dict[str, str], keep: str | None, threads: int | None
+) -> None:
+    """Merge a snapshot again from its own record, without any cache, and compare every bit.
+
+    SNAPSHOT is an id, a prefix, a ref, REF@VERSION, or the folder of a snapshot. Its inputs are
+    found by name or where they were, and must have the content that was merged. Needs room for the
+    result once more: in the warehouse, or in the folder that TMPDIR names (else /tmp) where the
+    warehouse cannot be written.
+    """
+    from mergepipe_pipeline.engine.options import EngineOptions
+    from mergepipe_pipeline.verbs.replay import replay as run
+
+    done = run(
+        console.existing,
+        snapshot,
+        inputs=inputs,
+        keep=Path(keep) if keep else None,
+        options=EngineOptions.from_settings(threads=threads),
+        progress=console.progress,
+    )
+    console.show(
+        {"same_bits": True, **asdict(done), "inputs": dict(done.inputs)},
+        f"same bits: {done.layers} layers, {done.tensors} tensors, {size(done.nbytes)}, and the "
+        f"same snapshot {done.snapshot_id}",
+    )
+
+
+@click.command()
+@click.argument("snapshot")
+@click.argument("address")
+@click.option("--public", is_flag=True, help="Let anybody read a repository that the push makes.")
+@click.option(
+    "--provenance/--no-provenance",
+    default=None,
+    help="Also send provenance and recipe, which name folders of this machine (default: unless "
+    "--public).",
+)
+@click.option("--replace", is_flag=True, help="Let another model at the address go.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be sent.")
+@click.option(
+    "--pack",
+    "is_pack",
+    is_flag=True,
+    help="SNAPSHOT is the name of an expert: send its pack, for `pull-pack`.",
+)
+@click.option(
+    "--packs",
+    "with_packs",
+    is_flag=True,
+    help="Also send the packs of the experts that the snapshot was merged from.",
+)
+@verb
+def push(
+    console: Console,
+    snapshot: str,
+    address: str,
+    is_pack: bool,
+    with_packs: bool,
+    **how: Any,
+) -> None:
+    """Send a snapshot's model to hf://ORG/MODEL[@BRANCH] or s3://BUCKET/PREFIX (gs://, az://).
+
+    Every byte is checked first. What is there already is not sent again, so that a push that was
+    stopped goes on; readers see the whole model or none.
+    """
+    from mergepipe_pipeline.verbs.push import push as run
+    from mergepipe_pipeline.verbs.push_pack import packed_experts, push_pack
+
+    warehouse, progress = console.warehouse, console.progress
+    names = [snapshot] if is_pack else []
+    if with_packs and not is_pack:
+        names = packed_experts(warehouse, snapshot, progress)
+    done = [] if is_pack else [run(warehouse, snapshot, address, progress=progress, **how)]
+    how.pop("provenance")
+    done += [push_pack(warehouse, n, address, progress=progress, **how) for n in names]
+    dry_run = how["dry_run"]
+    first, *others = [asdict(one) for one in done]
+    console.show(
+        {**first, "dry_run": dry_run, **({"packs": others} if with_packs else {})},
+        *(line for one in done for line in _pushed_lines(one, dry_run=dry_run)),
+    )
+
+
+def _pushed_lines(done: PushResult, *, dry_run: bool) -> list[str]:
+    verb_done = "would send" if dry_run else "sent"
+    return [
+        f"{done.address}: {counted(done.files, 'file')}, {size(done.nbytes)}; "
+        f"{verb_done} {counted(len(done.sent_files), 'file')}, {size(done.sent_nbytes)}",
+        *(f"  removed  {name}" for name in done.removed),
+        *([f"  commit   {done.commit}"] if done.commit else []),
+    ]
+
+
+@click.command()
+@click.argument("snapshot")
+@click.option(
+    "--from",
+    "source",
+    metavar="ADDRESS",
+    help="Bucket to take it from (default: $MERGEPIPE_BUCKET).",
+)
+@verb
+def pull(console: Console, snapshot: str, source: str | None) -> None:
+    """Take a snapshot that any warehouse published in the bucket, by ref, REF@VERSION or id.
+
+    It is a snapshot of this warehouse then; no ref here changes.
+    """
+    from mergepipe_pipeline.verbs.pull import pull as run
+
+    done = run(console.warehouse, snapshot, source, console.progress)
+    nbytes = sum(s.nbytes for s in done.manifest.shards)
+    console.show(
+        {"snapshot_id": done.snapshot_id, "path": done.path, "nbytes": nbytes},
+        f"snapshot {done.snapshot_id}",
+        f"  size  {size(nbytes)}",
+        f"  path  {done.path}",
+    )
+
+
+@click.command("pull-pack")
+@click.argument("address")
+@click.argument("experts", nargs=-1)
+@click.option("--base", help="Name of their base here (default: as where they were packed).")
+@verb
+def pull_pack(console: Console, address: str, experts: tuple[str, ...], base: str | None) -> None:
+    """Take experts' packs that `push --pack` sent (default: all there), and merge from their tiers.
+
+    Their base must be here. Their own files need not: `unpack` makes them.
+    """
+    from mergepipe_pipeline.verbs.pull_pack import pull_packs as run
+
+    done = run(console.warehouse, address, experts, base=base, progress=console.progress)
+    console.show(
+        [asdict(one) for one in done],
+        *(
+            f"{one.name}: pack {one.pack_id[:16]} against {one.base}, "
+            + (f"{size(one.nbytes)} came" if one.fresh else "here before")
+            for one in done
+        ),
+    )
+
+
+@click.command()
+@click.argument("what", required=False)
+@click.option("--all", "everything", is_flag=True, help="Verify the whole warehouse.")
+@click.option(
+    "--scope",
+    "scopes",
+    multiple=True,
+    type=click.Choice(_SCOPES),
+    help="With --all: only this (several times: only these). structure: every record; digests: "
+    "every byte of every result; lineage: records against each other; inputs: every byte of every "
+    "registered checkpoint.",
+)
+@click.option("--fresh", is_flag=True, help="With --all: do not go on where a killed run was.")
+@click.option("--inputs", is_flag=True, help="Also hash what the snapshot was merged from.")
+@verb
+def verify(
+    console: Console,
+    what: str | None,
+    everything: bool,
+    scopes: Sequence[Scope],
+    fresh: bool,
+    inputs: bool,
+) -> None:
+    """Re-hash every byte of a snapshot (id, prefix, ref, REF@VERSION, a folder of --out), or with
+    --all of all.
+
+    Exit 0, or name what is wrong and exit 19.
+    """
+    if everything == (what is not None) or (everything and inputs):
+        raise click.UsageError("Give a snapshot (with --inputs or not), or --all.")
+    if (scopes or fresh) and not everything:
+        raise click.UsageError("--scope and --fresh go with --all.")
+    if what is not None:
+        _verify_snapshot(console, what, inputs=inputs)
+        return
+    from mergepipe_pipeline.verbs.verify import verify_all
+
+    report = verify_all(console.existing, scopes or _SCOPES, fresh=fresh, progress=console.progress)
+    _show_report(console, report)
+
+
+def _verify_snapshot(console: Console, what: str, *, inputs: bool) -> None:
+    from mergepipe_pipeline.verbs.verify import verify as run
+
+    done = run(console.existing, what, console.progress)
+    sentence = f"ok: {done.files} files, {size(done.nbytes)} checked"
+    if not inputs:
+        console.show({"ok": True, **asdict(done)}, sentence)
+        return
+    from mergepipe_pipeline.execution.lookup import snapshot_named
+    from mergepipe_pipeline.verbs.verify import verify_all
+
+    snapshot = snapshot_named(console.existing, what)
+    report = verify_all(console.existing, _INPUTS, inputs_of=snapshot, progress=console.progress)
+    _show_report(console, report, asdict(done), sentence)
+
+
+def _show_report(
+    console: Console, report: Report, snapshot: dict[str, Any] | None = None, *lines: str
+) -> None:
+    console.warn(*report.notes)
+    resumed = f", {report.resumed_files} known from before" if report.resumed_files else ""
+    verdict = "ok" if report.ok else counted(len(report.findings), "finding")
+    summary = (
+        f"{verdict}: {', '.join(report.scopes)}; "
+        f"{report.files} checks, {size(report.nbytes)} hashed{resumed}"
+    )
+    shown = {"ok": report.ok, **(snapshot or {}), **asdict(report)}
+    console.show(shown, *lines, *map(finding_line, report.findings), summary)
+    if not report.ok:
+        sys.exit(CorruptionError.exit_code)
+
+
+def finding_line(finding: Finding) -> str:
+    """A finding for people."""
+    return f"{finding.scope}: {finding}"
+
+
+@click.command()
+@click.option("--dry-run", is_flag=True, help="Only say what would be taken away.")
+@verb
+def repair(console: Console, dry_run: bool) -> None:
+    """Take away what is wrong and can be found again, and learn it again where inputs are there.
+
+    Catalog, plans, actions and objects go to the warehouse's quarantine folder. Damaged versions of
+    names and refs are set aside: the newest good one counts. Snapshots are never touched; what is
+    wrong with them is listed, with exit 19. Inputs are not read: `mergepipe verify --all` does.
+    """
+    from mergepipe_pipeline.verbs.repair import repair as run
+
+    done = run(console.existing, dry_run=dry_run, progress=console.progress)
+    console.warn(*done.not_made)
+    verb_done = "would take away" if dry_run else "took away"
+    where = f", to {done.quarantine}" if done.quarantine else ""
+    console.show(
+        {"ok": not done.left, **asdict(done)},
+        f"{verb_done} {counted(len(done.taken), 'item')}{where}",
+        *(f"  {path}" for path in done.taken),
+        *(f"made again: {label}" for label in done.made),
+        *done.aside,
+        *(f"left for you: {finding_line(f)}" for f in done.left),
+        f"looked at {', '.join(done.scopes)}; not at inputs, which `mergepipe verify --all --scope "
+        "inputs` reads",
+    )
+    if done.left:
+        sys.exit(CorruptionError.exit_code)

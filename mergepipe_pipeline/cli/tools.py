@@ -1,23 +1,37 @@
-"""Commands that make results without a recipe: `convert`, `extract-lora`, `moe`,
-`transplant-tokenizer`.
-"""
+"""Commands that make results without a recipe, as `convert` and `moe`, and the list of methods."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from difflib import get_close_matches
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from mergepipe_pipeline.cli.common import Console, counted, table, verb
+from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.text import four_digits, size
 
 if TYPE_CHECKING:
+    from mergepipe_pipeline.domain.operator import OperatorSchema
     from mergepipe_pipeline.tools.result import Made
+
 
 _OUT = click.option(
     "--out", type=click.Path(), help="Write a plain folder here (default: a snapshot)."
 )
+#: What is told of each side of a transplanted vocabulary.
+_TRANSPLANTED = (
+    "same",
+    "bytes_and_prefixes",
+    "approximated",
+    "without_row",
+    "residual_mean",
+    "residual_most",
+)
+_WHERE = click.Choice(["no", "embed", "lm_head", "yes"])
+_WIDTH = 92
 
 
 @click.command()
@@ -83,6 +97,8 @@ def extract_lora(console: Console, dtype: str, **given: Any) -> None:
         (t["tensor"], t["kept"], t["rank"] or "-", four_digits(t["norm"]), f"{t['error']:.4f}")
         for t in tensors
     ]
+    parts = (t["tensor"].split(".") for t in tensors if t["kept"] == "no")
+    left_out = ", ".join(sorted({(part[-2:-1] or part)[0] for part in parts}))
     _show(
         console,
         done,
@@ -90,7 +106,7 @@ def extract_lora(console: Console, dtype: str, **given: Any) -> None:
         "",
         f"error of all changes together: {four_digits(done.details['error'])} "
         "(‖change − kept‖ / ‖change‖)",
-        *_left_out(tensors),
+        *([f"changed and not kept (--save keeps them whole): {left_out}"] if left_out else []),
     )
 
 
@@ -105,18 +121,6 @@ def moe(console: Console, config: str, out: str | None, seed: int) -> None:
 
     done = run(console.place, config, out, seed=seed, progress=console.progress)
     _show(console, done, counted(done.details["experts"], "expert"))
-
-
-#: What is told of each side of a transplanted vocabulary.
-_TRANSPLANTED = (
-    "same",
-    "bytes_and_prefixes",
-    "approximated",
-    "without_row",
-    "residual_mean",
-    "residual_most",
-)
-_WHERE = click.Choice(["no", "embed", "lm_head", "yes"])
 
 
 @click.command("transplant-tokenizer")
@@ -164,11 +168,41 @@ def transplant_tokenizer(console: Console, **given: Any) -> None:
     _show(console, done, f"{done.details['tokens']} tokens", *table(headers, rows))
 
 
-def _left_out(tensors: Sequence[Mapping[str, Any]]) -> list[str]:
-    parts = (t["tensor"].split(".") for t in tensors if t["kept"] == "no")
-    names = sorted({part[-2] if len(part) > 1 else part[0] for part in parts})
-    return [f"changed and not kept (--save keeps them whole): {', '.join(names)}"] if names else []
-
-
 def _show(console: Console, done: Made, *lines: str) -> None:
     console.show(done.summary(), *lines, f"{size(done.nbytes)} in {done.path}")
+
+
+@click.command()
+@click.argument("name", required=False)
+@verb
+def ops(console: Console, name: str | None) -> None:
+    """List merge methods with formula, parameters, defaults and source; or one of them."""
+    from mergepipe_pipeline.operators import OPERATORS
+
+    if name not in (None, *OPERATORS):
+        near = get_close_matches(name or "", OPERATORS, n=1)
+        raise NotFoundError(
+            "No such merge method",
+            where="ops",
+            found=repr(name),
+            expected="one of " + ", ".join(sorted(OPERATORS)),
+            next_step=f"did you mean {near[0]!r}?" if near else "see `mergepipe ops`",
+        )
+    schemas = [OPERATORS[n].schema for n in ([name] if name else sorted(OPERATORS))]
+    lines = [line for schema in schemas for line in (*_block(schema), "")]
+    console.show([asdict(schema) for schema in schemas], *lines[:-1])
+
+
+def _block(schema: OperatorSchema) -> list[str]:
+    fewest, most = schema.experts
+    count = str(fewest) if fewest == most else f"{fewest} or more" if most is None else f"{most}"
+    base = {"required": "a base and", "optional": "a base or none, and", "none": "no base;"}
+    lines = [schema.name]
+    lines += wrap(schema.formula, _WIDTH, initial_indent="  ", subsequent_indent="    ")
+    lines.append(f"  takes {base[schema.base]} {count} {'model' if count == '1' else 'models'}")
+    for p in schema.parameters:
+        default = "required" if p.default is None else str(p.default).lower()
+        where = "per model" if p.scope == "model" else "method"
+        kind = "|".join(p.choices) if p.choices else p.kind
+        lines.append(f"  {p.name:<18} {where:<10} {kind:<15} {default:<9} {p.help}")
+    return [*lines, f"  {schema.reference}"]

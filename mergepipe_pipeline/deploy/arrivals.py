@@ -1,6 +1,7 @@
 """What became of each expert that is watched: a sealed record beside the data, compared with it.
 
-The folders of the inbox are watched, and checkpoints elsewhere that recipes name.
+The folders of the inbox are watched, and checkpoints elsewhere that recipes name. What `stat` tells
+of a folder's files gives a token that changes with them; no file is opened here.
 
 The record is the only memory: which content was indexed last, how often a run was asked for this
 one, and why it failed. A run that is killed, cancelled or never starts is asked for again, and so
@@ -13,31 +14,91 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from pydantic import TypeAdapter, ValidationError
-
-from mergepipe_pipeline.catalog.catalog import Catalog
-from mergepipe_pipeline.deploy.faults import SILENT, Fault, fault_of_exception
-from mergepipe_pipeline.deploy.retry import MOST_ATTEMPTS, left_s, pause_s
-from mergepipe_pipeline.deploy.stamps import Stamp, stamps_of, token_of
-from mergepipe_pipeline.digest import seal, unseal
+from mergepipe_pipeline.checkpoints.open_checkpoint import is_shard
+from mergepipe_pipeline.deploy.retry import (
+    MOST_ATTEMPTS,
+    SILENT,
+    Fault,
+    fault_of_exception,
+    left_s,
+    pause_s,
+)
+from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.facts.offline import offline_at
 from mergepipe_pipeline.resolution.locate import expected_place
-from mergepipe_pipeline.storage.atomic import write_atomic
+from mergepipe_pipeline.storage.forms import keep_record, kept_record
 from mergepipe_pipeline.storage.locks import locked
+from mergepipe_pipeline.storage.regular import text_of
 from mergepipe_pipeline.warehouse import Warehouse
 
+_WEIGHTS = ".safetensors"
 #: Failures of one content after which it is asked for no more. Those of the surroundings, and runs
 #: that were killed, are none: they say nothing about the expert.
 MAX_FAILURES = MOST_ATTEMPTS
 #: The token of no content.
 _CHANGED = "changed meanwhile"
+
+
+class Stamp(NamedTuple):
+    """One file of a folder: its name, size in bytes, and time of last change in nanoseconds."""
+
+    name: str
+    nbytes: int
+    mtime_ns: int
+
+
+def stamps_of(folder: Path) -> tuple[tuple[Stamp, ...], int]:
+    """All in a folder but folders, in name order, and when any of it changed last (ns since 1970).
+
+    Of links, what they lead to; of a single file, its own. The time is the system's own (ctime),
+    since copies that keep times set the other one back. Raises OSError.
+    """
+    if folder.is_file():
+        stat = folder.stat()
+        return (Stamp(text_of(folder.name), stat.st_size, stat.st_mtime_ns),), stat.st_ctime_ns
+    stamps, changed_ns = [], 0
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            try:
+                if entry.is_dir():
+                    continue
+                stat = entry.stat()
+            except OSError:  # it is gone already, or a link to nothing
+                continue
+            stamps.append(Stamp(text_of(entry.name), stat.st_size, stat.st_mtime_ns))
+            changed_ns = max(changed_ns, stat.st_ctime_ns)
+    return tuple(sorted(stamps)), changed_ns
+
+
+def token_of(stamps: Sequence[Stamp], outside: str | None = None) -> str:
+    """A short text that changes with any file's name, size or time.
+
+    `outside` is the place of files that do not lie in the inbox, as it is recorded; the text
+    changes with it, too.
+    """
+    return digest_json(stamps if outside is None else [outside, stamps])[:16]
+
+
+def weights(stamps: Sequence[Stamp]) -> list[str]:
+    """The names of the weight files."""
+    return [s.name for s in stamps if s.name.endswith(_WEIGHTS)]
+
+
+def half_replaced(before: Sequence[Stamp], after: Sequence[Stamp]) -> str | None:
+    """In a few words, whether some shards of a set are new and others as they were; else None."""
+    shards = {s for s in after if is_shard(s.name)}
+    old = shards & set(before)
+    if not old or old == shards:
+        return None
+    new = len(shards - old)
+    return f"{new} of {len(shards)} shards are new, the others are of the last version"
 
 
 class State(StrEnum):
@@ -136,10 +197,6 @@ class Arrival:
         return left_s(pause_s(retry_s, tries), time.time() - self.asked_s) if tries else 0.0
 
 
-#: What a record holds, checked where it is read.
-_RECORD = TypeAdapter(Arrival)
-
-
 def arrival(warehouse: Warehouse, name: str) -> Arrival:
     """The record of an expert; a fresh one where there is none or it is damaged."""
     path = warehouse.arrival_path(name)
@@ -153,19 +210,18 @@ def arrival(warehouse: Warehouse, name: str) -> Arrival:
 @lru_cache(maxsize=1 << 14)
 def _read(path: Path, inode: int, mtime_ns: int) -> Arrival:
     """The record in a file; inode and time tell it from those before, each a file of its own."""
-    try:
-        return _RECORD.validate_python(unseal(path.read_bytes(), str(path)))
-    except (OSError, CorruptionError, ValidationError):
-        return Arrival()
+    with suppress(OSError):
+        return kept_record(path, Arrival) or Arrival()
+    return Arrival()
 
 
-def place_of(warehouse: Warehouse, catalog: Catalog, name: str) -> Path | None:
+def place_of(warehouse: Warehouse, name: str) -> Path | None:
     """Where an expert's files lie: in the inbox, else where it is registered; None if nowhere here.
 
     Addresses and packs are not watched: who reads one compares.
     """
     # A mount that does not answer is no reason to look at no other.
-    folder, root, offline = warehouse.inbox / name, "", None
+    catalog, folder, root, offline = warehouse.catalog, warehouse.inbox / name, "", None
     try:
         root = catalog.root(name) if name in catalog else ""
     except CorruptionError:
@@ -207,6 +263,12 @@ def found_at(warehouse: Warehouse, name: str, place: Path) -> Found:
     is_landed = place.parent == warehouse.inbox
     token = token_of(stamps, None if is_landed else warehouse.roots.recorded(str(place)))
     return Found(place, stamps, changed_ns, token, arrival(warehouse, name).of(token))
+
+
+def found(warehouse: Warehouse, name: str) -> Found | None:
+    """What lies under a name; None if nothing does here. Raises OSError."""
+    place = place_of(warehouse, name)
+    return found_at(warehouse, name, place) if place else None
 
 
 def ask(warehouse: Warehouse, name: str, token: str) -> str:
@@ -266,17 +328,16 @@ def attempted(warehouse: Warehouse, name: str) -> Iterator[None]:
     A failure counts unless it is the surroundings', or the files are not those of before: they may
     be gone with their mount.
     """
-    place = place_of(warehouse, warehouse.catalog, name)
-    if place is None:  # an address, or nothing
+    there = found(warehouse, name)
+    if there is None:  # an address, or nothing
         yield
         return
-    found = found_at(warehouse, name, place)
-    begun = found.known.index.begun()
+    begun = there.known.index.begun()
 
     def say(index: Work, **more: Any) -> None:
         def change(now: Arrival) -> Arrival:
             # Runs may be asked for meanwhile.
-            known = now.of(found.token)
+            known = now.of(there.token)
             tries = known.index.tries if index.state is not State.NEW else 0
             return replace(known, index=replace(index, tries=tries), **more)
 
@@ -288,14 +349,14 @@ def attempted(warehouse: Warehouse, name: str) -> Iterator[None]:
     except Exception as error:
         is_said = isinstance(error, MergePipeError)
         said = str(error) if is_said else f"{type(error).__name__}: {error}"
-        is_own = fault_of_exception(error) is not Fault.SURROUNDINGS and _holds(found)
+        is_own = fault_of_exception(error) is not Fault.SURROUNDINGS and _holds(there)
         say(begun.failed(said, is_own=is_own))
         raise
     except BaseException:  # somebody cancelled the run
         say(begun.failed("its run was cancelled", is_own=False))
         raise
     # What changed meanwhile may be recorded half new, whatever comes after.
-    say(Work(), indexed=found.token if _holds(found) else _CHANGED, stamps=found.stamps)
+    say(Work(), indexed=there.token if _holds(there) else _CHANGED, stamps=there.stamps)
 
 
 def _holds(found: Found) -> bool:
@@ -310,5 +371,5 @@ def _update(warehouse: Warehouse, name: str, change: Callable[[Arrival], Arrival
     """Change the record of a folder, which sensors, runs and people may do at the same time."""
     with locked(warehouse.arrivals / ".lock"):
         changed = change(arrival(warehouse, name))
-        write_atomic(warehouse.arrival_path(name), seal(asdict(changed)))
+        keep_record(warehouse.arrival_path(name), changed)
     return changed

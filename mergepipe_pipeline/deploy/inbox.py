@@ -6,6 +6,9 @@ replaced waits much longer. A folder that cannot be taken says why, and stops no
 there is compared with the records of `arrivals`, by names, sizes and times: of a folder that was
 indexed as it is, no file is opened. Checkpoints elsewhere that recipes name are watched in the same
 way.
+
+Packs are to be there against every base that a recipe merges an expert into: one that is gone, a
+base with new contents or a new recipe make an expert due again.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 from mergepipe_pipeline.checkpoints.open_checkpoint import is_complete
@@ -23,14 +26,18 @@ from mergepipe_pipeline.deploy.arrivals import (
     MAX_FAILURES,
     Arrival,
     Found,
+    Stamp,
     arrival,
+    found,
     found_at,
+    half_replaced,
     place_of,
+    token_of,
+    weights,
 )
-from mergepipe_pipeline.deploy.packing import PacksWanted
-from mergepipe_pipeline.deploy.recipe_files import RecipeFile, names_read
-from mergepipe_pipeline.deploy.stamps import Stamp, half_replaced, token_of, weights
+from mergepipe_pipeline.deploy.recipe_files import RecipeFile, bases_read, names_read
 from mergepipe_pipeline.digest import digest_json
+from mergepipe_pipeline.domain.recipe import Budget
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.facts.quarantine import quarantine_of, quarantined_names
 from mergepipe_pipeline.recipe.selectors import would_take
@@ -110,7 +117,7 @@ def scan_inbox(
     catalog = warehouse.catalog
     digested, decided = catalog.digested(), set(quarantined_names(warehouse))
     for name in names_read(warehouse) - places.keys():
-        place = place_of(warehouse, catalog, name) if NAME.fullmatch(name) else None
+        place = place_of(warehouse, name) if NAME.fullmatch(name) else None
         if place is not None:
             places[name] = place
     for key, place in sorted(places.items()):
@@ -118,11 +125,8 @@ def scan_inbox(
         landed = _landed(warehouse, key, place, patience, under_way, digested, full=full)
         if landed.is_indexed and not full and wanted and landed.name not in under_way:
             known = arrival(warehouse, landed.name)
-            is_due = wanted.is_due(landed.name, known, patience.retry_s)
-            waiting = wanted.waiting(landed.name, known, patience.retry_s)
-            landed = replace(
-                landed, is_pack_due=is_due, waiting=waiting, was_killed=known.was_killed
-            )
+            due, waiting = wanted.due(landed.name, known, patience.retry_s)
+            landed = replace(landed, is_pack_due=due, waiting=waiting, was_killed=known.was_killed)
         if landed.is_indexed and landed.name in decided:
             landed = replace(landed, fault=_kept_out(warehouse, landed.name))
         ready += landed.is_ready
@@ -154,15 +158,14 @@ def reason_not_indexed(warehouse: Warehouse, name: str) -> str | None:
 
     What changed a moment ago may be half copied, and is said to be.
     """
-    place = place_of(warehouse, warehouse.catalog, name) if NAME.fullmatch(name) else None
-    if place is None:
-        return None
     try:
-        found = found_at(warehouse, name, place)
-        fault = _failed(found.known) or _unwhole(place, found.stamps) or _doubt(found)
+        there = found(warehouse, name) if NAME.fullmatch(name) else None
+        if there is None:
+            return None
+        fault = _failed(there.known) or _unwhole(there.place, there.stamps) or _doubt(there)
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
-    since = time.strftime("%F %R", time.localtime(found.changed_ns / 1e9))
+    since = time.strftime("%F %R", time.localtime(there.changed_ns / 1e9))
     return fault and f"{name} cannot be used as it is since {since}: {fault}"
 
 
@@ -204,15 +207,10 @@ def _is_coming(warehouse: Warehouse, folder: Path) -> bool:
 def _watched(warehouse: Warehouse) -> Iterator[Path]:
     """The folders of the inbox but those of experts whose weight files are offline."""
     offline = {os.path.realpath(root) for root in warehouse.offline.roots()}
-    for folder in _folders(warehouse.inbox):
-        if not offline or os.path.realpath(folder) not in offline:
-            yield folder
-
-
-def _folders(inbox: Path) -> Iterator[Path]:
-    with os.scandir(inbox) as entries:
+    with os.scandir(warehouse.inbox) as entries:
         for entry in entries:
-            if entry.name[0] not in "._" and _is_folder(entry):
+            is_offline = offline and os.path.realpath(entry.path) in offline
+            if entry.name[0] not in "._" and _is_folder(entry) and not is_offline:
                 yield Path(entry.path)
 
 
@@ -328,3 +326,74 @@ def _doubt(found: Found) -> str | None:
         if doubt := unwritten(folder if folder.is_file() else folder / name):
             return f"{name} {doubt}"
     return None
+
+
+def reason_to_wait_for_packs(warehouse: Warehouse, file: RecipeFile) -> str | None:
+    """Which packs a recipe with a budget waits for: without them it would buy far less.
+
+    Not for ever: after `MAX_FAILURES` packings, whatever failed them, it waits no more, though an
+    expert is packed as soon as its surroundings let it be. None for nothing.
+    """
+    if all(stage.budget == Budget() for stage in file.stages):
+        return None
+    wanted = PacksWanted(warehouse)
+    known = {name: arrival(warehouse, name) for name in file.members}
+    names = [
+        n
+        for n, seen in known.items()
+        if seen.indexed and seen.packing.tries < MAX_FAILURES and wanted.is_awaited(n, seen)
+    ]
+    return f"it waits for the packs of {', '.join(names)}" if names else None
+
+
+class PacksWanted:
+    """What the recipes and registrations of a warehouse want now, each read once."""
+
+    def __init__(self, warehouse: Warehouse) -> None:
+        self._warehouse = warehouse
+
+    def bases_of(self, name: str) -> dict[str, str]:
+        """The registered bases of an expert, each as `base@checkpoint id`; in name order."""
+        bases = {*self._read.get(name, ())}
+        if name in self._registered and self._registered[name][1]:
+            bases.add(self._registered[name][1])
+        return {
+            base: f"{base}@{self._registered[base][0]}"
+            for base in sorted(bases)
+            if base in self._registered
+        }
+
+    def due(self, name: str, known: Arrival, retry_s: float) -> tuple[bool, str | None]:
+        """Whether an expert that is indexed is to be packed now; why not, if it is tried again."""
+        if not self.is_awaited(name, known):
+            return False, None
+        left_s = known.left_s(retry_s)
+        if left_s <= 0 or not known.packing.tries:
+            return left_s <= 0, None
+        return False, (
+            f"packing {known.packing.tries} for it did not end well; the next in {left_s:.0f} s; "
+            f"the last failure: {known.packing.last_error}"
+        )
+
+    def is_awaited(self, name: str, known: Arrival) -> bool:
+        """Whether an expert that is indexed lacks a pack that is to be made, now or later."""
+        bases = set(self.bases_of(name).values())
+        is_packed = not bases or (
+            known.packed.token == known.indexed
+            and bases <= set(known.packed.bases)
+            and all(self._warehouse.packs.path(pack_id).is_dir() for pack_id in known.packed.packs)
+        )
+        return not is_packed and not known.packing.is_given_up
+
+    @cached_property
+    def _read(self) -> dict[str, set[str]]:
+        return bases_read(self._warehouse)
+
+    @cached_property
+    def _registered(self) -> dict[str, tuple[str, str]]:
+        """Name to the current version's checkpoint id and base, "" without one."""
+        registered: dict[str, tuple[str, str]] = {}
+        with suppress(MergePipeError):
+            for name, _, checkpoint_id, base, _ in self._warehouse.catalog.registrations():
+                registered[name] = checkpoint_id, base or ""
+        return registered

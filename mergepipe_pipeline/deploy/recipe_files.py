@@ -7,10 +7,12 @@ used breaks nothing but itself. A `RecipeFile` names the layers that its plan wi
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
+from typing import ClassVar
 
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
@@ -36,19 +38,36 @@ _MOST_LAYERS = 1024
 
 
 @dataclass(frozen=True)
-class RecipeFile:
-    """A recipe of the warehouse as definitions need it.
+class StandingFile:
+    """A file of the warehouse that runs by itself, as definitions need it.
 
-    `members` are the catalog names of all stages' inputs, the base first, without the names of
-    stages; what a selector takes is among them. `layers` are those of the result, empty where
-    `problem` says why the recipe cannot be used (yet).
+    `members` are the catalog names of its inputs, the base first; `problem` says why it cannot be
+    used (yet).
     """
 
+    kind: ClassVar[str]
+
     name: str
-    parsed: ParsedRecipe | None
-    members: tuple[str, ...]
-    layers: tuple[str, ...]
-    problem: str | None
+    members: tuple[str, ...] = ()
+    problem: str | None = None
+
+    @property
+    def identifier(self) -> str:
+        """The name in letters, digits and underscores."""
+        return identifier_of(self.name)
+
+
+@dataclass(frozen=True)
+class RecipeFile(StandingFile):
+    """A recipe of the warehouse; without the names of stages, and with what selectors take.
+
+    `layers` are those of the result, empty where there is a `problem`.
+    """
+
+    kind = "recipe"
+
+    parsed: ParsedRecipe | None = None
+    layers: tuple[str, ...] = ()
 
     @property
     def recipe(self) -> ParsedRecipe:
@@ -80,11 +99,6 @@ class RecipeFile:
         return frozenset((*(r.model for r in references if r.revision), *adapters))
 
     @property
-    def identifier(self) -> str:
-        """The name in letters, digits and underscores."""
-        return identifier_of(self.name)
-
-    @property
     def token(self) -> str:
         """Changes when definitions made from this file would change."""
         text = self.parsed and self.parsed.text
@@ -93,18 +107,15 @@ class RecipeFile:
 
 def recipe_files(warehouse: Warehouse) -> tuple[RecipeFile, ...]:
     """Every recipe file of the warehouse, usable or not, in name order."""
-    checkpoints = _Checkpoints(warehouse)
+    catalog = warehouse.catalog
+    checkpoint_of = cache(lambda n: catalog.get(n).checkpoint if n in catalog else None)
     choose = Registered(warehouse, warehouse.recipes)
     files: list[RecipeFile] = []
-    taken: dict[str, str] = {}
-    for path in _files(warehouse):
-        problem = name_problem(path, taken)
+    for path, problem in named_files(warehouse.recipes, {}):
         if problem is None:
-            files.append(_file(warehouse, path, choose, checkpoints))
+            files.append(_file(warehouse, path, choose, checkpoint_of))
         else:
-            files.append(RecipeFile(path.name, None, (), (), problem))
-        if _NAME.fullmatch(path.stem):
-            taken.setdefault(files[-1].identifier, path.name)
+            files.append(RecipeFile(path.name, problem=problem))
     return tuple(_presentable(_with_own_refs(warehouse, files)))
 
 
@@ -131,11 +142,6 @@ def bases_read(warehouse: Warehouse) -> dict[str, set[str]]:
     return bases
 
 
-def _files(warehouse: Warehouse) -> Iterator[Path]:
-    """The recipe files, in name order. A warehouse that is only looked at is not made."""
-    return yaml_files(warehouse.recipes)
-
-
 def yaml_files(folder: Path) -> Iterator[Path]:
     """The YAML files of a folder that may be missing, in name order, but hidden ones."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -146,7 +152,7 @@ def yaml_files(folder: Path) -> Iterator[Path]:
 def _read_all(warehouse: Warehouse) -> Iterator[RecipeFile]:
     """All recipe files, as texts and names alone give them."""
     choose = Registered(warehouse, warehouse.recipes)
-    for path in _files(warehouse):
+    for path in yaml_files(warehouse.recipes):
         yield _read(warehouse, path, choose)
 
 
@@ -204,22 +210,28 @@ def _presentable(files: Iterable[RecipeFile]) -> Iterator[RecipeFile]:
         yield replace(file, name=name, problem=file.problem and escaped(file.problem))
 
 
-def name_problem(path: Path, files: Mapping[str, str]) -> str | None:
-    """Why a file's name cannot name assets, if so; `files` are those that do, by identifier."""
-    if not _NAME.fullmatch(path.stem):
-        return str(
-            RecipeError(
+def named_files(folder: Path, taken: dict[str, str]) -> Iterator[tuple[Path, str | None]]:
+    """The YAML files of a folder, each with why its name cannot name assets, if so.
+
+    `taken` says what names assets already, by identifier; these files are added.
+    """
+    for path in yaml_files(folder):
+        identifier = identifier_of(path.stem)
+        if not _NAME.fullmatch(path.stem):
+            error = RecipeError(
                 "A file's name cannot name assets",
                 where=path.name,
                 expected="at most 63 letters, digits, '.', '_' and '-', a letter or digit first",
                 found=repr(path.stem),
                 next_step="rename the file",
             )
-        )
-    other = files.get(identifier_of(path.stem))
-    if other is not None:
-        return f"{path.name} would have the same assets or job as {other}; rename one of them"
-    return None
+            yield path, str(error)
+        elif other := taken.get(identifier):
+            said = f"{path.name} would have the same assets or job as {other}; rename one of them"
+            yield path, said
+        else:
+            taken[identifier] = path.name
+            yield path, None
 
 
 def identifier_of(name: str) -> str:
@@ -236,38 +248,27 @@ def uses(ref: ModelRef, parsed: ParsedRecipe) -> tuple[str, ...]:
     return model if ref.lora is None else (*model, ref.lora)
 
 
-class _Checkpoints:
-    """The catalog's checkpoints by name, each read once."""
-
-    def __init__(self, warehouse: Warehouse) -> None:
-        self._catalog = warehouse.catalog
-        self._read: dict[str, Checkpoint] = {}
-
-    def get(self, name: str) -> Checkpoint | None:
-        """The current version of a name, None if it is not registered."""
-        if name not in self._read and name in self._catalog:
-            self._read[name] = self._catalog.get(name).checkpoint
-        return self._read.get(name)
-
-
 def _read(warehouse: Warehouse, path: Path, choose: Registered) -> RecipeFile:
     """A recipe file, as its text and the names of the catalog give it."""
     try:
         parsed = load_recipe(path, warehouse, choose)
     except Exception as error:  # whatever it is, it is this recipe's alone
-        return RecipeFile(path.stem, None, (), (), str(error))
-    file = RecipeFile(path.stem, parsed, (), (), None)
+        return RecipeFile(path.stem, problem=str(error))
+    file = RecipeFile(path.stem, parsed=parsed)
     return replace(file, members=tuple(dict.fromkeys(_members(file))))
 
 
 def _file(
-    warehouse: Warehouse, path: Path, choose: Registered, checkpoints: _Checkpoints
+    warehouse: Warehouse,
+    path: Path,
+    choose: Registered,
+    checkpoint_of: Callable[[str], Checkpoint | None],
 ) -> RecipeFile:
     file = _read(warehouse, path, choose)
     if file.problem is not None:
         return file
     try:
-        members = {m: checkpoints.get(m) for m in file.members}
+        members = {m: checkpoint_of(m) for m in file.members}
         missing = [m for m, checkpoint in members.items() if checkpoint is None]
         if missing:
             return replace(file, problem=not_registered(missing))

@@ -11,10 +11,8 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from mergepipe_pipeline.catalog.catalog import Catalog
-from mergepipe_pipeline.deploy.arrivals import arrival, found_at, mark_changed, place_of
+from mergepipe_pipeline.deploy.arrivals import arrival, found, mark_changed, place_of, stamps_of
 from mergepipe_pipeline.deploy.inbox import reason_not_indexed
-from mergepipe_pipeline.deploy.stamps import stamps_of
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.errors import CheckpointError, InputChangedError, MergePipeError
@@ -28,13 +26,12 @@ from mergepipe_pipeline.warehouse import Warehouse
 
 def gone_inputs(warehouse: Warehouse, names: Collection[str]) -> list[str]:
     """Names under which nothing lies in the inbox, nor where they were registered, if they were."""
-    catalog = warehouse.catalog
-    return sorted(name for name in names if _is_gone(warehouse, catalog, name))
+    return sorted(name for name in names if _is_gone(warehouse, name))
 
 
-def _is_gone(warehouse: Warehouse, catalog: Catalog, name: str) -> bool:
-    root = catalog.root(name) if name in catalog else ""
-    if "://" in root or place_of(warehouse, catalog, name) is not None:
+def _is_gone(warehouse: Warehouse, name: str) -> bool:
+    root = warehouse.catalog.root(name) if name in warehouse.catalog else ""
+    if "://" in root or place_of(warehouse, name) is not None:
         return False
     return not root or offline_at(warehouse, root) is None
 
@@ -44,22 +41,22 @@ def reason_to_wait_for(warehouse: Warehouse, names: Collection[str]) -> str | No
 
     From names, sizes and times of files alone. Raises NotFoundError for a name without a record.
     """
+    return "; ".join(filter(None, (_reason(warehouse, name) for name in names))) or None
+
+
+def _reason(warehouse: Warehouse, name: str) -> str | None:
     catalog = warehouse.catalog
-    return "; ".join(filter(None, (_reason(warehouse, catalog, n) for n in names))) or None
-
-
-def _reason(warehouse: Warehouse, catalog: Catalog, name: str) -> str | None:
     if "/" in name:
         return f"{name} is a path: a standing recipe takes names of the inbox, or registered ones"
     if name not in catalog:
         return reason_not_indexed(warehouse, name) or f"{name} is not indexed yet"
-    if _is_gone(warehouse, catalog, name):
+    if _is_gone(warehouse, name):
         place = expected_place(warehouse, name, catalog.root(name))
         return f"{name} is gone: nothing lies at {place}"
     unmounted = why_unmounted(catalog.root(name))
     if unmounted:
         return f"{name} lies below a root that is not mounted here: {unmounted}"
-    if not _is_as_recorded(warehouse, catalog, catalog.get(name).checkpoint):
+    if not _is_as_recorded(warehouse, catalog.get(name).checkpoint):
         waits = f"{name} waits for its index: its files are not those that were indexed"
         fault = reason_not_indexed(warehouse, name)
         return f"{waits}; {fault}" if fault else waits
@@ -67,12 +64,12 @@ def _reason(warehouse: Warehouse, catalog: Catalog, name: str) -> str | None:
     return None if kept_out is None else str(kept_out)
 
 
-def _is_as_recorded(warehouse: Warehouse, catalog: Catalog, recorded: Checkpoint) -> bool:
+def _is_as_recorded(warehouse: Warehouse, recorded: Checkpoint) -> bool:
     """Whether the files at a checkpoint's root have the sizes and times of the record."""
     if "://" in recorded.root or offline_at(warehouse, recorded.root) is not None:
         return True  # who reads it compares
     indexed = arrival(warehouse, recorded.name).indexed
-    if indexed and _token(warehouse, catalog, recorded.name) not in (indexed, ""):
+    if indexed and _token(warehouse, recorded.name) not in (indexed, ""):
         return False
     root = Path(recorded.root)
     for file in recorded.files:
@@ -85,10 +82,10 @@ def _is_as_recorded(warehouse: Warehouse, catalog: Catalog, recorded: Checkpoint
     return True
 
 
-def _token(warehouse: Warehouse, catalog: Catalog, name: str) -> str:
+def _token(warehouse: Warehouse, name: str) -> str:
     """Changes with every file beside an expert's weights, too; "" for one at an address."""
-    place = place_of(warehouse, catalog, name)
-    return found_at(warehouse, name, place).token if place else ""
+    there = found(warehouse, name)
+    return there.token if there else ""
 
 
 def last_written_s(warehouse: Warehouse, names: Collection[str]) -> float:
@@ -99,7 +96,7 @@ def last_written_s(warehouse: Warehouse, names: Collection[str]) -> float:
     last_ns = 0
     for name in names:
         with suppress(OSError):
-            if place := place_of(warehouse, warehouse.catalog, name):
+            if place := place_of(warehouse, name):
                 last_ns = max(last_ns, stamps_of(place)[1])
     return last_ns / 1e9
 
@@ -131,9 +128,9 @@ def recorded_inputs(warehouse: Warehouse, names: Collection[str]) -> dict[str, C
 
 def states_of(warehouse: Warehouse, inputs: Mapping[str, Checkpoint]) -> dict[str, str]:
     """A text per input that changes with any of its files, and is the same on all machines."""
-    catalog, recorded = warehouse.catalog, warehouse.roots.recorded
+    recorded = warehouse.roots.recorded
     states = {
-        name: [recorded(c.root), c.checkpoint_id, c.config, _token(warehouse, catalog, c.name)]
+        name: [recorded(c.root), c.checkpoint_id, c.config, _token(warehouse, c.name)]
         for name, c in inputs.items()
     }
     return {name: digest_json(state)[:24] for name, state in states.items()}

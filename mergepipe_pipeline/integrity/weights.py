@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,16 +16,15 @@ import numpy as np
 from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.checkpoints.stored import count_non_finite
 from mergepipe_pipeline.checkpoints.stored import non_finite as non_finite_of_file
-from mergepipe_pipeline.digest import seal, unseal
 from mergepipe_pipeline.domain.checkpoint import TensorEntry
 from mergepipe_pipeline.domain.plan import MergePlan, TensorTask
 from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.domain.view import Part
 from mergepipe_pipeline.dtypes import LARGEST, TORCH_NAME
-from mergepipe_pipeline.errors import CorruptionError, MergePipeError
+from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.remote.address import is_address
 from mergepipe_pipeline.snapshots.commit import Checked, verify_snapshot
-from mergepipe_pipeline.storage.atomic import write_atomic
+from mergepipe_pipeline.storage.forms import keep_record, kept_record
 from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.text import listed
 from mergepipe_pipeline.warehouse import Warehouse
@@ -106,7 +105,7 @@ def audit_snapshot(
     are read again, unless `anew`. Raises CorruptionError with the file and tensor that is wrong.
     """
     folder = warehouse.snapshots / snapshot.snapshot_id
-    last = None if anew else _audited(warehouse, recipe)
+    last = None if anew else kept_record(warehouse.audit_path(recipe), Audit)
     if last is not None and last.snapshot_id == snapshot.snapshot_id:
         digests = frozenset(shard.sha256 for shard in snapshot.manifest.shards)
         verify_snapshot(folder, checked=Checked(digests, last.at_ns))
@@ -119,16 +118,8 @@ def audit_snapshot(
         non_finite(snapshot),
         began_ns,
     )
-    write_atomic(warehouse.audit_path(recipe), seal(asdict(audit)))
+    keep_record(warehouse.audit_path(recipe), audit)
     return audit
-
-
-def _audited(warehouse: Warehouse, recipe: str) -> Audit | None:
-    path = warehouse.audit_path(recipe)
-    try:
-        return Audit(**unseal(path.read_bytes(), str(path)))
-    except (FileNotFoundError, CorruptionError, TypeError):  # then the snapshot is audited again
-        return None
 
 
 def refuse_unfit(audit: Audit, plan: MergePlan) -> None:

@@ -6,17 +6,21 @@ what passes is what this release writes, in every leaf.
 
 from __future__ import annotations
 
+import logging
+from dataclasses import asdict
 from functools import cache
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from mergepipe_pipeline.digest import canonical_json, unseal
+from mergepipe_pipeline.digest import canonical_json, seal, unseal
 from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.storage.chain import NAME
 from mergepipe_pipeline.storage.json_text import parse_json
 
+_LOG = logging.getLogger("mergepipe")
 #: Far above a manifest of a hundred thousand tensors.
 MAX_NBYTES = 32 << 20
 _LONGEST_NAME_NBYTES, _LONGEST_PATH_NBYTES, _LONGEST_TEXT = 255, 4000, 1 << 20
@@ -106,6 +110,22 @@ def record_of(kind: type[T], value: Any) -> T:
     (found,) = _exact(form).validate_python((value,))
     record: T = found
     return record
+
+
+def keep_record(path: Path, record: Any) -> None:
+    """Write a dataclass as a sealed file, in place of an older one. Raises StorageFullError."""
+    write_atomic(path, seal(asdict(record)))
+
+
+def kept_record(path: Path, kind: type[T]) -> T | None:
+    """The record in a sealed file; None where there is none, or, with a warning, it is damaged."""
+    try:
+        return record_of(kind, unseal(path.read_bytes(), str(path)))
+    except FileNotFoundError:
+        return None
+    except (CorruptionError, ValueError) as error:
+        _LOG.warning("%s", error)
+        return None
 
 
 @cache

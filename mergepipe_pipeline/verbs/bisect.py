@@ -1,26 +1,34 @@
 """The verb `bisect`: which expert, and which layers of it, made a recipe's result worse.
 
-Its cost is known before it begins (`prepare`), and it publishes nothing.
+Its cost is known before it begins (`prepare`), and it publishes nothing. A standing pipeline has
+each refusal traced once (`trace_refusal`), and keeps the suspect out.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from mergepipe_pipeline.deploy.recipe_files import recipe_files
+from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
+from mergepipe_pipeline.deploy.recorded import reason_to_wait_for
+from mergepipe_pipeline.deploy.standing import wanted
+from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.domain.evaluation import Gate
 from mergepipe_pipeline.domain.snapshot import Snapshot
+from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import GateError, NotFoundError
 from mergepipe_pipeline.execution.stages import plan_in_stages
+from mergepipe_pipeline.facts.quarantine import Quarantine, decide
 from mergepipe_pipeline.quality.bisection import Bisection, Prepared, Tell, bisect, cost_of
 from mergepipe_pipeline.quality.measure import evaluate
 from mergepipe_pipeline.quality.regression import regression_of
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.snapshots.find import list_snapshots, load_snapshot
+from mergepipe_pipeline.storage.forms import keep_record, kept_record
 from mergepipe_pipeline.verbs.deploy import current_snapshot
-from mergepipe_pipeline.verbs.gate import require_evaluator
+from mergepipe_pipeline.verbs.gate import Refusal, refused_before, require_evaluator
 from mergepipe_pipeline.warehouse import Warehouse
 
 __all__ = ["MOST", "Bisection", "Prepared", "Tell", "bisect", "prepare", "prepare_snapshots"]
@@ -122,3 +130,94 @@ def _live(warehouse: Warehouse, ref: str, refused: Snapshot) -> Snapshot:
     if version.snapshot_id == refused.snapshot_id:
         version = warehouse.refs.target(ref, None)
     return load_snapshot(warehouse.snapshots, version.snapshot_id)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What a refusal was traced to; `quarantine` is None where no single expert is to blame."""
+
+    prepared: Prepared
+    bisection: Bisection
+    quarantine: Quarantine | None
+
+
+@dataclass(frozen=True)
+class _Record:
+    """Which refusal of a standing recipe was traced last, and to what."""
+
+    token: str
+    bisection: dict[str, Any]
+
+
+def trace_due(warehouse: Warehouse, file: RecipeFile) -> str | None:
+    """A token of the refusal that is to be traced now; None for none, and for one that was.
+
+    What a record that cannot be read says is traced again, from what is kept.
+    """
+    refusal = _refusal_now(warehouse, file)
+    if refusal is None or refusal.verdict.live_snapshot_id is None:
+        return None
+    if reason_to_wait_for(warehouse, file.members) is not None:
+        return None  # an input is newer than the refusal, or its expert is kept out already
+    token = _token(refusal)
+    last = kept_record(warehouse.bisection_path(file.name), _Record)
+    return None if last is not None and last.token == token else token
+
+
+def trace_refusal(
+    warehouse: Warehouse,
+    file: RecipeFile,
+    *,
+    options: EngineOptions | None = None,
+    tell: Tell = lambda _: None,
+) -> Traced | None:
+    """Bisect what the recipe's gate refused, and quarantine the suspect's content.
+
+    Its layers are left to `mergepipe bisect`: they take most of the candidates, and the next
+    version waits for the end. None where nothing is refused at present. Raises what bisecting
+    raises.
+    """
+    refusal = _refusal_now(warehouse, file)
+    if refusal is None or refusal.verdict.live_snapshot_id is None:
+        return None
+    refused, live = (
+        load_snapshot(warehouse.snapshots, snapshot_id)
+        for snapshot_id in (refusal.verdict.snapshot_id, refusal.verdict.live_snapshot_id)
+    )
+    prepared = prepare_snapshots(
+        warehouse,
+        file.recipe,
+        warehouse.recipes,
+        live=live,
+        refused=refused,
+        most=MOST,
+        layers=False,
+    )
+    tell(f"at most {prepared.cost.summary}")
+    done = bisect(warehouse, prepared, options=options, tell=tell)
+    kept_out = _keep_out(warehouse, prepared, done)
+    record = _Record(_token(refusal), done.to_json())
+    keep_record(warehouse.bisection_path(file.name), record)
+    return Traced(prepared, done, kept_out)
+
+
+def _keep_out(warehouse: Warehouse, prepared: Prepared, done: Bisection) -> Quarantine | None:
+    suspect = next((s for s in prepared.regression.suspects if s.name == done.suspect), None)
+    if suspect is None:
+        return None
+    reason = f"the gate of {done.recipe} refuses what it gives: {done.verdict}; {done.summary}"
+    by = f"recipe {done.recipe}"
+    return decide(warehouse, suspect.name, suspect.content, reason, is_kept_out=True, by=by)
+
+
+def _refusal_now(warehouse: Warehouse, file: RecipeFile) -> Refusal | None:
+    """The refusal of what the recipe wants now, if it asks for a bisection then."""
+    if file.parsed is None or file.parsed.gate is None or file.parsed.gate.on_failure != "bisect":
+        return None
+    state = wanted(warehouse, file)
+    return None if state is None else refused_before(warehouse, file, state)
+
+
+def _token(refusal: Refusal) -> str:
+    verdict = refusal.verdict
+    return digest_json([verdict.snapshot_id, verdict.live_snapshot_id, refusal.evaluator_id])[:16]

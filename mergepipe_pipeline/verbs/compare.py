@@ -1,23 +1,26 @@
-"""The verb `compare`: how far a merge under a budget really is from the full one.
+"""The verbs `compare` and `diff`: how far a merge is from the full one, and what changed.
 
-Checks and streams two snapshots, and remembers the result as facts of the catalog, by the plans
-that determine both, so that `explain` can show it beside what was predicted.
+Both check two snapshots where they differ, and stream them. What `compare` finds is remembered as
+facts of the catalog, by the plans that determine both snapshots, so that `explain` can show it
+beside what was predicted.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from difflib import unified_diff
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mergepipe_pipeline.catalog.pairs import Fact
 from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
-from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
+from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.layers import layer_count, layer_name, layer_order
 from mergepipe_pipeline.domain.plan import MergePlan, Source, TensorTask
-from mergepipe_pipeline.domain.snapshot import Snapshot
+from mergepipe_pipeline.domain.snapshot import Manifest, Snapshot
 from mergepipe_pipeline.domain.view import TensorView, moved, renumbered, sources_of, view_of
 from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.errors import (
@@ -25,16 +28,26 @@ from mergepipe_pipeline.errors import (
     MergePipeError,
     NotFoundError,
 )
-from mergepipe_pipeline.execution.lookup import load_plan, snapshot_of
+from mergepipe_pipeline.execution.lookup import (
+    load_plan,
+    provenance_of,
+    snapshot_named,
+    snapshot_of,
+)
 from mergepipe_pipeline.facts.offline import present_root
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.snapshots.commit import verify_shard
 from mergepipe_pipeline.snapshots.find import list_snapshots, load_snapshot
 from mergepipe_pipeline.warehouse import Warehouse
 
+if TYPE_CHECKING:
+    from mergepipe_pipeline.analysis.distance import Change as TensorChange
+
 #: The catalog's name for what is remembered: per tensor ‖W_part − W_full‖² and, if the base was
 #: there, ‖W_full − W_base‖². The owner is the part's plan, the base the full one's.
 FACT = "realised-error"
+#: Figures of a plan that a user decides on.
+_ASKED = ("budget_bytes", "strategy", "block_elems")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +123,7 @@ def _full_snapshot(warehouse: Warehouse, part: Snapshot) -> Snapshot:
 
 
 @dataclass(frozen=True)
-class CheckedPair:
+class _CheckedPair:
     """The weights of two snapshots; `equal` are the tensors of files that both have alike."""
 
     before: Checkpoint
@@ -118,9 +131,9 @@ class CheckedPair:
     equal: frozenset[str]
 
 
-def checked_pair(
+def _checked_pair(
     before: Snapshot, after: Snapshot, progress: Progress, *, reads_equal: bool
-) -> CheckedPair:
+) -> _CheckedPair:
     """Open two snapshots once every byte that differs is checked, all of `after` if `reads_equal`.
 
     Raises CorruptionError.
@@ -135,81 +148,93 @@ def checked_pair(
                 verify_shard(Path(snapshot.path) / shard.file, shard, advance)
     equal = (name for s in after.manifest.shards if s.sha256 in same for name, _ in s.tensors)
     one, other = (open_checkpoint(s.path, s.snapshot_id[:12]) for s in (before, after))
-    return CheckedPair(one, other, frozenset(equal))
+    return _CheckedPair(one, other, frozenset(equal))
 
 
 def _measure(
     warehouse: Warehouse, part: Snapshot, full: Snapshot, progress: Progress
 ) -> dict[str, Fact]:
+    pair = _checked_pair(part, full, progress, reads_equal=True)
+    _refuse_unlike(pair.before, pair.after)
+    bases = _bases(warehouse, full)
+    found = _changes(f"compare {pair.before.name}", pair, pair.before.by_name, progress, bases)
+    return {
+        name: (change.l2sq, change.update_l2sq) if has_base else (change.l2sq,)
+        for name, (change, has_base) in found.items()
+    }
+
+
+def _refuse_unlike(part: Checkpoint, full: Checkpoint) -> None:
+    """Raise IncompatibleCheckpointsError for two that have not the same tensors of one shape."""
+    ours, theirs = part.by_name, full.by_name
+    expected = found = ""
+    for name in sorted(ours.keys() ^ theirs.keys())[:1]:
+        expected, found = "the same tensors in both", f"only one has {name}"
+    for name, entry in ours.items() if not found else ():
+        if entry.shape != theirs[name].shape:
+            expected, found = f"{name} of shape {entry.shape}", f"shape {theirs[name].shape}"
+    if found:
+        raise IncompatibleCheckpointsError(
+            "Two snapshots cannot be compared",
+            where=f"{part.name}, {full.name}",
+            expected=expected,
+            found=found,
+            next_step="compare merges of one recipe",
+        )
+
+
+@dataclass(frozen=True)
+class _Bases:
+    """Checkpoints that a plan merges on, and their tensors by output tensor."""
+
+    checkpoints: tuple[Checkpoint, ...] = ()
+    views: Mapping[str, TensorView] = field(default_factory=dict)
+
+
+def _changes(
+    label: str, pair: _CheckedPair, names: Iterable[str], progress: Progress, bases: _Bases
+) -> dict[str, tuple[TensorChange, bool]]:
+    """The changes of those tensors that both have in one shape as floating-point numbers.
+
+    With each, whether its distance to a base was measured, too.
+    """
     from mergepipe_pipeline.analysis.distance import Triple, changes
 
-    pair = checked_pair(part, full, progress, reads_equal=True)
-    bases, views = _bases(warehouse, full)
     triples = {}
-    for name, one, other in _paired(pair.before, pair.after):
-        base = views.get(name)
-        triples[name] = Triple(
-            None if name in pair.equal else view_of(one),
-            moved(view_of(other), 1),
-            moved(base, 2) if base and base.shape == other.shape else None,
-        )
-    nbytes = sum(t.nbytes for t in triples.values())
-    with progress.task(f"compare {part.snapshot_id[:12]}", nbytes) as advance:
-        found = changes([pair.before, pair.after, *bases], [*triples.values()], advance)
-        return {
-            name: (change.l2sq, change.update_l2sq) if triples[name].base else (change.l2sq,)
-            for name, change in zip(triples, found, strict=True)
-        }
-
-
-def _paired(part: Checkpoint, full: Checkpoint) -> Iterator[tuple[str, TensorEntry, TensorEntry]]:
-    """The floating-point tensors of two checkpoints that must have the same ones."""
-    theirs = full.by_name
-    if theirs.keys() != part.by_name.keys():
-        missing = sorted(theirs.keys() ^ part.by_name.keys())
-        raise _unlike(part, full, "the same tensors in both", f"only one has {missing[0]}")
-    for entry in part.tensors:
-        other = theirs[entry.name]
-        if entry.shape != other.shape:
-            raise _unlike(
-                part, full, f"{entry.name} of shape {entry.shape}", f"shape {other.shape}"
+    for name in names:
+        one, other = pair.before.by_name.get(name), pair.after.by_name.get(name)
+        if not one or not other or one.shape != other.shape:
+            continue
+        if {one.dtype, other.dtype} <= FLOATING:
+            base = bases.views.get(name)
+            triples[name] = Triple(
+                None if name in pair.equal else view_of(one),
+                moved(view_of(other), 1),
+                moved(base, 2) if base and base.shape == other.shape else None,
             )
-        if entry.dtype in FLOATING and other.dtype in FLOATING:
-            yield entry.name, entry, other
+    checkpoints = [pair.before, pair.after, *bases.checkpoints]
+    with progress.task(label, sum(t.nbytes for t in triples.values())) as advance:
+        found = zip(
+            triples.items(), changes(checkpoints, [*triples.values()], advance), strict=True
+        )
+        return {name: (change, triple.base is not None) for (name, triple), change in found}
 
 
-def _unlike(
-    part: Checkpoint, full: Checkpoint, expected: str, found: str
-) -> IncompatibleCheckpointsError:
-    return IncompatibleCheckpointsError(
-        "Two snapshots cannot be compared",
-        where=f"{part.name}, {full.name}",
-        expected=expected,
-        found=found,
-        next_step="compare merges of one recipe",
-    )
-
-
-def _bases(
-    warehouse: Warehouse, full: Snapshot
-) -> tuple[tuple[Checkpoint, ...], Mapping[str, TensorView]]:
-    """What the full plan merges on: checkpoints, and their tensors by output tensor.
-
-    Nothing where the plan or a base is gone or is not what it was.
-    """
+def _bases(warehouse: Warehouse, full: Snapshot) -> _Bases:
+    """What the full plan merges on; nothing where it or a base is gone or is not what it was."""
     try:
         plan = load_plan(warehouse, full.manifest.plan_id)
     except NotFoundError:
-        return (), {}
+        return _Bases()
     tasks = (task for layer in plan.layers for task in layer.tasks)
     views = {task.name: task.base.view for task in tasks if task.base}
     used = sorted({source for view in views.values() for source in sources_of(view)})
     opened = [_unchanged(warehouse, plan.sources[number]) for number in used]
     checkpoints = tuple(c for c in opened if c is not None)
     if len(checkpoints) < len(used):
-        return (), {}
+        return _Bases()
     places = {source: place for place, source in enumerate(used)}
-    return checkpoints, {name: renumbered(view, places) for name, view in views.items()}
+    return _Bases(checkpoints, {n: renumbered(view, places) for n, view in views.items()})
 
 
 def _unchanged(warehouse: Warehouse, source: Source) -> Checkpoint | None:
@@ -253,3 +278,195 @@ def _comparison(plan_id: str, full_id: str, facts: Mapping[str, Fact]) -> Compar
         error = math.sqrt(sum(fact[0] for fact in layers[layer]))
         distances.append(LayerDistance(layer, error, update))
     return Comparison(plan_id, full_id, tuple(distances))
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """Something that one side lacks (None) or that both have differently.
+
+    `kind` is "input" (role and name; digests of contents), "setting", or "file" (digests).
+    """
+
+    kind: str
+    name: str
+    state: str  # added, removed or changed
+    before: str | None
+    after: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """How much a tensor of a changed layer differs, or (`tensor` None) all of a layer's together.
+
+    The layer "all" has those of all changed ones. `l2` is ‖after − before‖₂, `before_l2` ‖before‖₂,
+    as written; both None, like `max_abs`, where one side lacks a tensor or has another shape, where
+    dtypes have no arithmetic, and where what changed is not finite.
+    """
+
+    tensor: str | None
+    layer: str
+    state: str  # same, changed, added, removed, or of a tensor reshaped
+    numel: int
+    changed_elems: int
+    l2: float | None = None
+    before_l2: float | None = None
+    max_abs: float | None = None
+    tensors: int = 1
+    tensors_changed: int = 1
+
+    @property
+    def relative(self) -> float | None:
+        """The change as a share of what was there; None where there is none."""
+        return self.l2 / self.before_l2 if self.l2 is not None and self.before_l2 else None
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """All figures as one flat record."""
+        return {**asdict(self), "relative": self.relative}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """All that differs between two snapshots; `recipe` is a unified diff of their texts."""
+
+    before: str
+    after: str
+    inputs: tuple[Changed, ...]
+    settings: tuple[Changed, ...]
+    recipe: tuple[str, ...]
+    files: tuple[Changed, ...]
+    layers: tuple[Change, ...]
+    tensors: tuple[Change, ...]
+
+    @property
+    def whole(self) -> Change:
+        """All layers that are not the same, together."""
+        return _together("all", self.tensors, len(self.tensors))
+
+
+def diff(
+    warehouse: Warehouse, before: str, after: str, progress: Progress | None = None
+) -> Difference:
+    """What changed between two snapshots, each named as `snapshot_named` says.
+
+    Raises NotFoundError, CorruptionError, CheckpointChangedError.
+    """
+    one, other = snapshot_named(warehouse, before), snapshot_named(warehouse, after)
+    made = provenance_of(one), provenance_of(other)
+    ours, theirs = (str(p.get("recipe", "")).splitlines() for p in made)
+    layers = _tensor_layers(one.manifest, other.manifest)
+    tensors = tuple(_tensors(one, other, layers, progress or Silent()))
+    manifests = one.manifest, other.manifest
+    inputs = [{f"{i.role} {i.name}": i.content_sha256 for i in m.inputs} for m in manifests]
+    files = [{f.file: f.sha256 for f in m.side_files} for m in manifests]
+    return Difference(
+        one.snapshot_id,
+        other.snapshot_id,
+        _changed("input", *inputs),
+        _changed("setting", *map(_settings, manifests, made)),
+        tuple(unified_diff(ours, theirs, before, after, lineterm="", n=1)),
+        _changed("file", *files),
+        tuple(_layers(layers, tensors)),
+        tensors,
+    )
+
+
+def _changed(kind: str, one: Mapping[str, str], other: Mapping[str, str]) -> tuple[Changed, ...]:
+    changed = []
+    for name in dict.fromkeys((*one, *other)):
+        before, after = one.get(name), other.get(name)
+        state = "added" if before is None else "removed" if after is None else "changed"
+        if before != after:
+            changed.append(Changed(kind, name, state, before, after))
+    return tuple(changed)
+
+
+def _settings(manifest: Manifest, provenance: Mapping[str, Any]) -> dict[str, str]:
+    asked = provenance.get("estimates") or {}
+    made = ", ".join(f"{n} {name} {kind}".rstrip() for name, kind, n in manifest.operators)
+    figures = {name: str(asked[name]) for name in _ASKED if asked.get(name) is not None}
+    engine = str(provenance.get("engine_version") or "not recorded")
+    return {
+        "engine": engine,
+        "method": manifest.method,
+        "operators": made,
+        **figures,
+        "plan": manifest.plan_id,
+    }
+
+
+def _layers(layers: Mapping[str, str], tensors: Sequence[Change]) -> Iterator[Change]:
+    counts = Counter(layers.values())
+    for name in sorted(counts, key=layer_order):
+        yield _together(name, [t for t in tensors if t.layer == name], counts[name])
+
+
+def _together(layer: str, tensors: Sequence[Change], count: int) -> Change:
+    """The change of a layer of `count` tensors, of which these are not known to be the same."""
+    changed = [t for t in tensors if t.state != "same"]
+    states = {t.state for t in changed} if len(changed) == count else {"changed"}
+    state = states.pop() if states in ({"added"}, {"removed"}) else "changed"
+    l2 = [t.l2 for t in changed if t.l2 is not None]
+    before_l2 = [t.before_l2 for t in tensors if t.before_l2 is not None]
+    largest = [t.max_abs for t in changed if t.max_abs is not None]
+    return Change(
+        None,
+        layer,
+        state if changed else "same",
+        sum(t.numel for t in tensors),
+        sum(t.changed_elems for t in changed),
+        math.hypot(*l2) if len(l2) == len(changed) else None,
+        math.hypot(*before_l2) if len(before_l2) == len(tensors) else None,
+        max(largest, default=0.0) if len(largest) == len(changed) else None,
+        count,
+        len(changed),
+    )
+
+
+def _tensors(
+    one: Snapshot, other: Snapshot, layers: Mapping[str, str], progress: Progress
+) -> Iterator[Change]:
+    """The tensors of all shards that are not the same, in the order of layers."""
+    from mergepipe_pipeline.analysis.distance import changed_elements
+
+    pair = _checked_pair(one, other, progress, reads_equal=False)
+    before, after = pair.before.by_name, pair.after.by_name
+    names = [n for n in dict.fromkeys((*before, *after)) if n not in pair.equal]
+    names.sort(key=lambda n: layer_order(layers[n]))
+    label = f"diff {pair.before.name} {pair.after.name}"
+    measured = _changes(label, pair, names, progress, _Bases())
+    for name in names:
+        ours, theirs = before.get(name), after.get(name)
+        numel = max(e.numel for e in (ours, theirs) if e)
+        if name in measured:
+            of_floats, _ = measured[name]
+            squares = of_floats.l2sq, of_floats.before_l2sq
+            norms = *map(math.sqrt, squares), of_floats.max_abs
+            l2, before_l2, largest = (x if math.isfinite(x) else None for x in norms)
+            changed = of_floats.changed
+        elif ours and theirs and (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype):
+            l2 = before_l2 = largest = None
+            changed = changed_elements(pair.before, pair.after, name)
+        else:
+            state = "added" if ours is None else "removed" if theirs is None else "reshaped"
+            yield Change(name, layers[name], state, numel, numel)
+            continue
+        state = "changed" if changed else "same"
+        figures = l2, before_l2, largest, 1, int(changed > 0)
+        yield Change(name, layers[name], state, numel, changed, *figures)
+
+
+def _tensor_layers(one: Manifest, other: Manifest) -> dict[str, str]:
+    """Each tensor's layer: what its shard is called, or its own name tells where shards are files
+    of some size.
+    """
+    ours, theirs = _in_shards(one), _in_shards(other)
+    layers = ours | theirs
+    if all(layers[name] == layer for name, layer in ours.items()):
+        return layers
+    count = layer_count(layers)
+    return {name: layer_name(name, count) for name in layers}
+
+
+def _in_shards(manifest: Manifest) -> dict[str, str]:
+    return {name: s.layer for s in manifest.shards for name, _ in s.tensors}

@@ -7,7 +7,7 @@ standard error.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from mergepipe_pipeline.resolution.locate import Places
 from mergepipe_pipeline.resolution.open_models import open_models
 from mergepipe_pipeline.resolution.plain_numbers import refuse_coded
 from mergepipe_pipeline.text import plain
+from mergepipe_pipeline.verbs.explain import Table
 from mergepipe_pipeline.warehouse import Warehouse
 
 if TYPE_CHECKING:
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     #: How the experts of each stage conflict, by the stage's name.
     ConflictReports = Mapping[str, ConflictReport]
 
-#: Headers and rows.
-Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 #: Pairs listed as the most conflicting and as the most redundant, unless asked for otherwise.
 MOST_PAIRS = 10
 
@@ -111,16 +110,6 @@ def tables(report: ConflictReport, by: str, most: int = MOST_PAIRS) -> dict[str,
         "conflicting pairs": (pairs, [*map(_pair_row, report.conflicting(by)[:most])]),
         "redundant pairs": (pairs, [*map(_pair_row, report.redundant("all")[:most])]),
     }
-
-
-def pair_records(reports: ConflictReports, by: str) -> list[dict[str, Any]]:
-    """Every pair in every place and over all, one flat record each; None for what is unknown."""
-    return [
-        {"stage": stage, **plain(asdict(pair))}
-        for stage, report in reports.items()
-        for of in ("all", by)
-        for pair in report.pairs(of)
-    ]
 
 
 def record(stage: str, report: ConflictReport, by: str, most: int) -> dict[str, Any]:

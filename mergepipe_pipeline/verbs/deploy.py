@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.deploy.arrivals import arrival
 from mergepipe_pipeline.deploy.inbox import problem_now, reason_to_wait_for_joining
-from mergepipe_pipeline.deploy.layer_records import LayerRecords
 from mergepipe_pipeline.deploy.recipe_files import (
     RecipeFile,
     release_reason,
@@ -29,9 +29,9 @@ from mergepipe_pipeline.deploy.recorded import (
     refuse_changed_inputs,
     states_of,
 )
-from mergepipe_pipeline.deploy.standing import Standing, standing
-from mergepipe_pipeline.deploy.wanted import not_indexed, wanted, wanted_of
-from mergepipe_pipeline.digest import digest_json, seal, unseal
+from mergepipe_pipeline.deploy.shards import merged_layers, run_recorded
+from mergepipe_pipeline.deploy.standing import Standing, not_indexed, standing, wanted, wanted_of
+from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.evaluation import Evaluation
 from mergepipe_pipeline.domain.outcome import LayerOutcome, Realised, Shard
@@ -49,6 +49,7 @@ from mergepipe_pipeline.execution.assemble import commit
 from mergepipe_pipeline.execution.lookup import (
     WorkingPlan,
     forget_other_plans,
+    load_plan,
     load_working_plan,
     store_working_plan,
     working_plan,
@@ -58,11 +59,21 @@ from mergepipe_pipeline.execution.run import made_anew
 from mergepipe_pipeline.execution.stages import plan_in_stages
 from mergepipe_pipeline.execution.throughput import UNKNOWN, expected_s, nbytes_of_plan
 from mergepipe_pipeline.facts.damaged_packs import refuse_damaged
-from mergepipe_pipeline.integrity.weights import audit_snapshot, refuse_unfit
+from mergepipe_pipeline.integrity.weights import (
+    MEND,
+    MOST_NAMED,
+    Audit,
+    audit_snapshot,
+    is_over_budget,
+    non_finite_inputs,
+    refuse_unfit,
+)
 from mergepipe_pipeline.quality.evaluators import evaluator_id
 from mergepipe_pipeline.quality.measure import evaluate
 from mergepipe_pipeline.snapshots.find import load_snapshot
-from mergepipe_pipeline.storage.atomic import write_atomic
+from mergepipe_pipeline.storage.atomic import remove_tree
+from mergepipe_pipeline.storage.forms import keep_record, kept_record
+from mergepipe_pipeline.text import listed
 from mergepipe_pipeline.verbs.conflicts import conflicts
 from mergepipe_pipeline.verbs.gate import (
     Judged,
@@ -73,7 +84,6 @@ from mergepipe_pipeline.verbs.gate import (
     require_evaluator,
 )
 from mergepipe_pipeline.verbs.publish import publish
-from mergepipe_pipeline.verbs.shards import merged_layers, run_recorded
 from mergepipe_pipeline.warehouse import Warehouse
 
 if TYPE_CHECKING:
@@ -203,8 +213,8 @@ def plan_recipe(warehouse: Warehouse, file: RecipeFile, *, budget: str | None = 
         sha256 = store_working_plan(warehouse, file.name, plan)
         state = wanted_of(warehouse, file, inputs.values()) or ""
         working = WorkingPlan(plan.plan_id, sha256, state, states)
-        LayerRecords(warehouse.layer_records_dir(file.name)).forget()
-        write_atomic(warehouse.current_plan_path(file.name), seal(asdict(working)))
+        remove_tree(warehouse.layer_records_dir(file.name))
+        keep_record(warehouse.current_plan_path(file.name), working)
         forget_other_plans(warehouse, file.name, sha256)
     return plan
 
@@ -225,7 +235,7 @@ def _planned(warehouse: Warehouse, recipe: str, working: WorkingPlan) -> MergePl
 def seconds_to_merge(warehouse: Warehouse, plan: MergePlan) -> float | str:
     """The seconds that merging a plan may take here, or why nobody can say."""
     seconds = expected_s(warehouse, nbytes_of_plan(plan))
-    return UNKNOWN if seconds is None else seconds
+    return UNKNOWN if seconds is None else float(f"{seconds:.4g}")
 
 
 def refuse_other_budget(plan: MergePlan, budget: str | None) -> None:
@@ -291,7 +301,7 @@ def snapshot_recipe(
             list(run_recorded(warehouse, recipe, plan, layers, options or EngineOptions()))
             snapshot, realised = committed()
         done = replace(working, snapshot_id=snapshot.snapshot_id)
-        write_atomic(warehouse.current_plan_path(recipe), seal(asdict(done)))
+        keep_record(warehouse.current_plan_path(recipe), done)
     return snapshot, realised
 
 
@@ -386,15 +396,51 @@ def release_recipe(warehouse: Warehouse, file: RecipeFile) -> tuple[Ref, Release
             snapshot.manifest.plan_id,
             snapshot.snapshot_id,
         )
-        write_atomic(warehouse.release_path(file.name), seal(asdict(done)))
+        keep_record(warehouse.release_path(file.name), done)
     return ref, done
 
 
 def last_release(warehouse: Warehouse, recipe: str) -> Release | None:
     """What the recipe released last, or None; a damaged record is said and counts as none."""
-    path = warehouse.release_path(recipe)
-    try:
-        return Release(**unseal(path.read_bytes(), str(path))) if path.exists() else None
-    except (CorruptionError, TypeError) as error:
-        _LOG.warning("%s", error)
+    return kept_record(warehouse.release_path(recipe), Release)
+
+
+def audit_recipe(warehouse: Warehouse, recipe: str) -> tuple[Audit, str]:
+    """Read every byte of the recipe's current snapshot, whoever audited it before.
+
+    The text says whether all weights are finite: else which tensors are not, in which files, and
+    which inputs gave it. Raises CorruptionError with the file and tensor that is wrong,
+    NotFoundError.
+    """
+    snapshot = current_snapshot(warehouse, recipe)
+    audit = audit_snapshot(warehouse, recipe, snapshot, anew=True)
+    if not audit.non_finite:
+        return audit, "Every weight is finite."
+    entries = open_checkpoint(snapshot.path, snapshot.snapshot_id[:12]).by_name
+    files = listed(sorted({entries[n].file for n in audit.non_finite}), MOST_NAMED, "files more")
+    held = list[str]()
+    with suppress(NotFoundError, CorruptionError):
+        plan = load_plan(warehouse, snapshot.manifest.plan_id)
+        held = non_finite_inputs(plan, list(audit.non_finite)[:MOST_NAMED])
+    inputs = f"; such values are in {' and '.join(held)}" if held else ""
+    found = f"NaN or infinity: {audit.summary}; file {files} of {snapshot.path}{inputs}"
+    return audit, f"{found}. Next: {MEND}"
+
+
+def excess(plan: MergePlan) -> str | None:
+    """How much a plan reads beyond its budget, and where most of that is; None for one within."""
+    e = plan.estimates
+    if e.budget_bytes is None or not is_over_budget(plan):
         return None
+    inputs = ((t.name, e) for layer in plan.layers for t in layer.tasks for e in t.experts)
+    tensor, most = max(inputs, key=lambda pair: pair[1].read_nbytes)
+    view = most.view
+    (part, *_) = (*view.stored, *(view.low_rank.parts if view.low_rank else ()))
+    source = plan.sources[part.source]
+    return (
+        f"{e.expert_bytes_planned} bytes of experts would be read, "
+        f"{e.expert_bytes_planned - e.budget_bytes} more than the budget of {e.budget_bytes}; "
+        f"most, {most.read_nbytes}, from expert {source.name}, file {part.entry.file} of "
+        f"{source.root}, tensor {tensor}. "
+        f"Plan {plan.plan_id}. Next: materialize the plan again"
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,14 +12,20 @@ import numpy as np
 from mergepipe_pipeline.domain.blocks import total_elems
 from mergepipe_pipeline.domain.pack import TIERS
 from mergepipe_pipeline.domain.plan import ExpertInput, MergePlan
+from mergepipe_pipeline.domain.selector import Selected
 from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.execution.lookup import load_plan, plan_of, provenance_of, snapshot_of
 from mergepipe_pipeline.pictures import HeatMap, heat_maps
 from mergepipe_pipeline.snapshots.find import load_snapshot
-from mergepipe_pipeline.text import size
+from mergepipe_pipeline.text import percent, size
 from mergepipe_pipeline.verbs.compare import Comparison, full_plan_id, known_comparison
 from mergepipe_pipeline.warehouse import Warehouse
+
+#: Headers and rows.
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]
+#: What the checkpoints of rows made for another tokenizer are called.
+_TOKEN_ROWS = re.compile(r"token-rows-[0-9a-f]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +169,29 @@ def read_shares(plan: MergePlan, by: str) -> list[ReadShare]:
     return [ReadShare(expert, place, *counts) for (expert, place), counts in sums.items()]
 
 
+def shares_table(shares: Sequence[ReadShare]) -> Table:
+    """What is read of each expert, by place if there are places."""
+    by_place = any(s.place for s in shares)
+    rows = [
+        (
+            s.expert,
+            *([s.place] * by_place),
+            size(s.nbytes_total),
+            size(s.nbytes_read),
+            percent(s.nbytes_read / max(1, s.nbytes_total)),
+            size(s.nbytes_known_zero),
+        )
+        for s in shares
+    ]
+    return ("expert", *(["place"] * by_place), "size", "read", "share", "known zero"), rows
+
+
+def selected_table(selected: Sequence[Selected]) -> Table:
+    """Which experts each selector takes, and which it leaves and why."""
+    rows = [(s.label, plain_name(name), why) for s in selected for name, why in s.answers]
+    return ("selector", "expert", "taken, or why not"), rows
+
+
 def level_shares(plan: MergePlan) -> list[LevelShare]:
     """What a plan reads at each level, from coarse to exact; nothing of a plan without packs.
 
@@ -211,4 +242,9 @@ def _name(plan: MergePlan, e: ExpertInput) -> str:
     if e.view.low_rank:
         parts.append(e.view.low_rank.parts[0])
     names = dict.fromkeys(plan.sources[p.source].name for p in parts)
-    return "+".join(names) or "unchanged"
+    return "+".join(map(plain_name, names)) or "unchanged"
+
+
+def plain_name(name: str) -> str:
+    """A source's name for people: rows made for another tokenizer are named as what they are."""
+    return _TOKEN_ROWS.sub("new token rows", name)

@@ -1,4 +1,4 @@
-"""What stands between a snapshot and its ref: measure it, hold it against the gate, and refuse.
+"""What stands between a snapshot and its ref: measure, hold against the gate, refuse or promote.
 
 A refused snapshot keeps its files until a collection, and a standing recipe remembers what it
 refused, so that nobody asks again for the same.
@@ -7,32 +7,30 @@ refused, so that nobody asks again for the same.
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from mergepipe_pipeline.digest import seal, unseal
+from mergepipe_pipeline.deploy.recipe_files import RecipeFile, standing_recipes
 from mergepipe_pipeline.domain.evaluation import Evaluation, Evaluator, Verdict
 from mergepipe_pipeline.domain.snapshot import Ref, Snapshot
 from mergepipe_pipeline.errors import (
-    CorruptionError,
     EvaluationError,
     GateError,
     MergePipeError,
     NotFoundError,
 )
+from mergepipe_pipeline.execution.lookup import snapshot_of
 from mergepipe_pipeline.quality.evaluators import command_of, evaluator_id
 from mergepipe_pipeline.quality.judge import judge
 from mergepipe_pipeline.quality.measure import evaluate, kept
+from mergepipe_pipeline.recipe.parse import ParsedRecipe
+from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.snapshots.stores import Marks
-from mergepipe_pipeline.storage.atomic import remove_tree, write_atomic
-from mergepipe_pipeline.storage.forms import record_of
+from mergepipe_pipeline.storage.atomic import remove_tree
+from mergepipe_pipeline.storage.forms import keep_record, kept_record
+from mergepipe_pipeline.verbs.publish import publish, refuse_kept_out
 from mergepipe_pipeline.warehouse import Warehouse
-
-if TYPE_CHECKING:
-    from mergepipe_pipeline.deploy.recipe_files import RecipeFile
-    from mergepipe_pipeline.recipe.parse import ParsedRecipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +136,21 @@ def live_ref(warehouse: Warehouse, ref: str) -> Ref | None:
         return None
 
 
+def pass_gate(
+    warehouse: Warehouse, parsed: ParsedRecipe, folder: Path, snapshot: Snapshot, ref: str
+) -> Judged | None:
+    """Judge a snapshot as `judge_snapshot`, and mark it; None for a recipe without an evaluator.
+
+    Raises GateError for one that is refused, EvaluationError.
+    """
+    if parsed.evaluator is None:
+        return None
+    judged = judge_snapshot(warehouse, parsed, folder, snapshot, ref)
+    mark(warehouse, parsed.name, judged)
+    refuse(judged, parsed.where, ref)
+    return judged
+
+
 def mark(warehouse: Warehouse, recipe: str, judged: Judged) -> None:
     """Mark a snapshot as what its gate makes of it: a result, or refused by the recipe.
 
@@ -189,8 +202,8 @@ def judge_candidate(
         remove_tree(warehouse.refusal_path(file.name))
     elif wanted is not None:
         by = judged.evaluation.evaluator_id
-        refusal_now = Refusal(file.name, ref, wanted, by, judged.verdict)
-        write_atomic(warehouse.refusal_path(file.name), seal(asdict(refusal_now)))
+        refused = Refusal(file.name, ref, wanted, by, judged.verdict)
+        keep_record(warehouse.refusal_path(file.name), refused)
     return judged
 
 
@@ -212,8 +225,64 @@ def refused_before(warehouse: Warehouse, file: RecipeFile, wanted: str) -> Refus
 
 def refusal(warehouse: Warehouse, recipe: str) -> Refusal | None:
     """What the recipe's gate refused last; None for nothing, or what cannot be read any more."""
-    path = warehouse.refusal_path(recipe)
-    try:
-        return record_of(Refusal, unseal(path.read_bytes(), str(path)))
-    except (FileNotFoundError, CorruptionError, ValueError):  # then the gate is asked again
-        return None
+    return kept_record(warehouse.refusal_path(recipe), Refusal)
+
+
+@dataclass(frozen=True, slots=True)
+class Promoted:
+    """A version of a ref, and what let it pass: a gate, or (None) somebody's reason."""
+
+    ref: Ref
+    judged: Judged | None
+
+
+def promote(
+    warehouse: Warehouse,
+    what: str,
+    ref: str,
+    *,
+    recipe: Path | None = None,
+    force: str | None = None,
+) -> Promoted:
+    """Publish a snapshot under `ref` if it passes the gate of a recipe.
+
+    `recipe` is a file; None takes the one standing recipe that has a gate and releases under `ref`.
+    With `force`, a reason, nothing is measured, and the ref's version says so. Raises GateError,
+    EvaluationError, CommitConflictError if the ref changes meanwhile, and as `publish`.
+    """
+    snapshot = load_snapshot(warehouse.snapshots, snapshot_of(warehouse, what))
+    if force is not None:
+        reason = f"forced past the gate: {force}"
+        done = publish(warehouse, snapshot.snapshot_id, ref, reason=reason, is_forced=True)
+        return Promoted(done, None)
+    parsed = _gated(warehouse, ref, recipe)
+    refuse_kept_out(warehouse, snapshot, ref, is_guarded=True)
+    folder = Path(parsed.where).resolve().parent
+    require_evaluator(parsed)
+    judged = pass_gate(warehouse, parsed, folder, snapshot, ref)
+    done = publish(
+        warehouse,
+        snapshot.snapshot_id,
+        ref,
+        reason=f"promoted: the gate of {parsed.name} passed",
+        expected=judged.live_version if judged else None,
+    )
+    return Promoted(done, judged)
+
+
+def _gated(warehouse: Warehouse, ref: str, recipe: Path | None) -> ParsedRecipe:
+    """The recipe whose gate counts. Raises GateError where it is not one, or has none."""
+    if recipe is not None:
+        recipes = [load_recipe(recipe, warehouse)]
+    else:
+        recipes = [p for p in standing_recipes(warehouse) if p.ref == ref and p.gate is not None]
+    if len(recipes) == 1 and recipes[0].gate is not None:
+        return recipes[0]
+    raise GateError(
+        "There is no gate to pass",
+        where=str(recipe or warehouse.recipes),
+        expected="`gate:` in it" if recipe else f"one recipe with `gate:` and the ref {ref}",
+        found="none" if recipe else ", ".join(p.where for p in recipes) or "none",
+        next_step="name a recipe with --recipe FILE, or publish without a gate: "
+        "`mergepipe publish`",
+    )

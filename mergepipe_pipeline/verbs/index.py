@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mergepipe_pipeline.catalog.catalog import Catalog, Registration
 from mergepipe_pipeline.deploy.arrivals import attempted, mark_packed, packing
-from mergepipe_pipeline.deploy.packing import PacksWanted
+from mergepipe_pipeline.deploy.inbox import PacksWanted
 from mergepipe_pipeline.deploy.recipe_files import standing_recipes, uses
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.domain.layers import layer_count, layer_name, layer_order

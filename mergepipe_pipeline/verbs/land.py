@@ -11,15 +11,13 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from mergepipe_pipeline.checkpoints.open_checkpoint import model_files, open_checkpoint
-from mergepipe_pipeline.deploy.arrivals import mark_landed
-from mergepipe_pipeline.deploy.stamps import stamps_of, token_of
+from mergepipe_pipeline.deploy.arrivals import mark_landed, stamps_of, token_of
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.errors import CheckpointChangedError, MergePipeError
-from mergepipe_pipeline.progress import Advance, Progress, Silent
+from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.remote.address import is_address
 from mergepipe_pipeline.resolution.locate import Places
 from mergepipe_pipeline.snapshots.leases import Need
@@ -40,7 +38,7 @@ from mergepipe_pipeline.storage.source import (
     LocalSource,
     open_source,
 )
-from mergepipe_pipeline.verbs.tag import check_tags
+from mergepipe_pipeline.verbs.register import check_tags
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: What a lease of a landing is called, and with it the folder that is made.
@@ -148,12 +146,8 @@ def _download(
         source.expect(FileRange(name, 0, nbytes) for name, nbytes in sizes.items())
     with progress.task(f"download {checkpoint.name}", sum(sizes.values())) as advance:
         for name, nbytes in sizes.items():
-            advanced = partial(_tell, advance)
-            write_atomic(staged / name, pieces(source, name, nbytes, advanced))
-
-
-def _tell(advance: Advance, piece: bytes) -> None:
-    advance(len(piece))
+            told = pieces(source, name, nbytes, lambda piece: advance(len(piece)))
+            write_atomic(staged / name, told)
 
 
 @contextmanager

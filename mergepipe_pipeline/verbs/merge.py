@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
 from mergepipe_pipeline.domain.outcome import RunStart
 from mergepipe_pipeline.domain.plan import MergePlan
-from mergepipe_pipeline.domain.snapshot import Ref, Snapshot
+from mergepipe_pipeline.domain.snapshot import Ref
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import DamagedPackError
 from mergepipe_pipeline.execution.egress import traffic, traffic_since
@@ -25,14 +25,15 @@ from mergepipe_pipeline.execution.run import MergeOutcome, run_plan
 from mergepipe_pipeline.execution.stages import merge_stages
 from mergepipe_pipeline.integrity.weights import non_finite_warning
 from mergepipe_pipeline.progress import Progress, Silent
+from mergepipe_pipeline.quality.measure import evaluations_of
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.resolution.resolve import Planning, ResolvedRecipe, resolve_stage
+from mergepipe_pipeline.snapshots.export import Shards, check_out, export_snapshot
+from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.snapshots.leases import Need
-from mergepipe_pipeline.verbs.export import check_out, export
-from mergepipe_pipeline.verbs.gate import Judged, judge_snapshot, mark, refuse, refuse_unready
-from mergepipe_pipeline.verbs.guard import refuse_kept_out
-from mergepipe_pipeline.verbs.publish import publish
+from mergepipe_pipeline.verbs.gate import Judged, pass_gate, refuse_unready
+from mergepipe_pipeline.verbs.publish import publish, refuse_kept_out
 from mergepipe_pipeline.warehouse import Warehouse
 
 
@@ -109,7 +110,7 @@ def merge(
     made = Need(snapshot_ids=frozenset([outcome.snapshot.snapshot_id]))
     with warehouse.leases.hold(made, "merge"):  # an evaluator may take hours
         progress.warn(*non_finite_warning(outcome.non_finite, plan))
-        judged = _judged(warehouse, parsed, here, outcome.snapshot)
+        judged = pass_gate(warehouse, parsed, here, outcome.snapshot, parsed.ref)
         wanted = plan.ref if publish_ref else None
         ref = _handed_on(warehouse, outcome, folder, wanted, judged, progress)
     return Merged(outcome, outcome.non_finite, folder, ref, judged)
@@ -133,18 +134,6 @@ def _planned_and_run(
             return plan, run(warehouse, plan)
         except DamagedPackError as error:
             progress.warn(f"{error.what} ({error.where}): the merge begins again without it")
-
-
-def _judged(
-    warehouse: Warehouse, parsed: ParsedRecipe, folder: Path, snapshot: Snapshot
-) -> Judged | None:
-    """What the recipe's evaluator and gate say; None without them. Raises GateError."""
-    if parsed.evaluator is None:
-        return None
-    judged = judge_snapshot(warehouse, parsed, folder, snapshot, parsed.ref)
-    mark(warehouse, parsed.name, judged)
-    refuse(judged, parsed.where, parsed.ref)
-    return judged
 
 
 def _handed_on(
@@ -173,3 +162,12 @@ def _handed_on(
         checked=outcome.checked,
         progress=progress,
     )
+
+
+def export(warehouse: Warehouse, snapshot_id: str, out: Path, shards: Shards | None = None) -> None:
+    """Copy a snapshot to `out`, with what was measured of it; in `shards` of another size.
+
+    Raises what `export_snapshot` raises.
+    """
+    measured = [asdict(e) for e in evaluations_of(warehouse, snapshot_id)]
+    export_snapshot(load_snapshot(warehouse.snapshots, snapshot_id), out, measured, shards)

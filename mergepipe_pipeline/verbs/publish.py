@@ -1,16 +1,26 @@
-"""The verbs `publish`, `history` and `rollback`: which snapshot a ref names and named before."""
+"""The verbs `publish`, `history` and `rollback`: which snapshot a ref names and named before.
+
+A ref is guarded where a standing recipe with a gate releases under it: what holds a content in
+quarantine never gets it, whoever publishes. That reads the catalog, which is imported only then:
+commands that list refs start without NumPy.
+"""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from mergepipe_pipeline.domain.snapshot import Ref, Snapshot
-from mergepipe_pipeline.errors import NotFoundError
-from mergepipe_pipeline.execution.lookup import snapshot_of
+from mergepipe_pipeline.errors import GateError, NotFoundError
+from mergepipe_pipeline.execution.lookup import request_of, snapshot_of
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.snapshots.commit import Checked, verify_snapshot
 from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.snapshots.leases import Need
 from mergepipe_pipeline.snapshots.stores import Marks
 from mergepipe_pipeline.warehouse import Warehouse
+
+if TYPE_CHECKING:
+    from mergepipe_pipeline.facts.quarantine import Quarantine
 
 
 def publish(
@@ -38,9 +48,6 @@ def publish(
     with warehouse.leases.hold(Need(snapshot_ids=frozenset([found_id])), "publish"):
         snapshot = load_snapshot(warehouse.snapshots, found_id)
         if not is_forced:
-            # It reads the catalog; commands that only list refs start without NumPy.
-            from mergepipe_pipeline.verbs.guard import refuse_kept_out
-
             refuse_kept_out(warehouse, snapshot, ref)
         if audit:
             folder = warehouse.snapshots / snapshot.snapshot_id
@@ -99,3 +106,44 @@ def _refuse_collected(warehouse: Warehouse, target: Ref) -> None:
             found=f"snapshot {target.snapshot_id}, which `gc --keep-versions` removed",
             next_step="choose another with --to, or merge its recipe again: it has the same id",
         )
+
+
+def kept_out_in(warehouse: Warehouse, snapshot: Snapshot) -> tuple[Quarantine, ...]:
+    """The quarantined contents that a snapshot was merged from, at present.
+
+    Raises CorruptionError where a decision or the snapshot's provenance cannot be read.
+    """
+    from mergepipe_pipeline.facts.quarantine import kept_out, quarantined_names
+
+    if not (decided := set(quarantined_names(warehouse))):
+        return ()
+    from mergepipe_pipeline.quality.regression import contents_of  # pyarrow, which few need
+
+    return tuple(
+        decision
+        for (_, name), content in contents_of(warehouse, snapshot, request_of(snapshot)).items()
+        if name in decided
+        for decision in kept_out(warehouse, name)
+        if decision.content == content
+    )
+
+
+def refuse_kept_out(
+    warehouse: Warehouse, snapshot: Snapshot, ref: str, *, is_guarded: bool = False
+) -> None:
+    """Raise GateError for a snapshot with a quarantined content under a ref that a gate guards."""
+    if not (kept_out := kept_out_in(warehouse, snapshot)):
+        return
+    from mergepipe_pipeline.deploy.recipe_files import standing_recipes
+
+    guards = (p.ref == ref and p.gate is not None for p in standing_recipes(warehouse))
+    if not is_guarded and not any(guards):
+        return
+    raise GateError(
+        "A snapshot was merged from what is in quarantine",
+        where=f"snapshot {snapshot.snapshot_id[:16]}",
+        expected=f"no such content under the ref {ref}, which a gate guards",
+        found="; ".join(map(str, kept_out)),
+        next_step="merge without it, or let it in; `mergepipe promote SNAPSHOT --ref REF --force "
+        "REASON` publishes all the same",
+    )

@@ -14,10 +14,9 @@ from pathlib import Path
 
 from mergepipe_pipeline.deploy.recipe_files import (
     RecipeFile,
-    identifier_of,
-    name_problem,
+    StandingFile,
+    named_files,
     not_registered,
-    yaml_files,
 )
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.domain.snapshot import Ref
@@ -127,23 +126,13 @@ def _publish(
 
 
 @dataclass(frozen=True)
-class StandingSearch:
-    """A search file of the warehouse as definitions need it.
+class StandingSearch(StandingFile):
+    """A search file of the warehouse; its inputs are base and sources."""
 
-    `members` are the catalog names of base and sources, the base first. `problem` says why the file
-    cannot be used (yet).
-    """
+    kind = "search"
 
-    name: str
-    path: Path
-    file: SearchFile | None
-    members: tuple[str, ...]
-    problem: str | None
-
-    @property
-    def identifier(self) -> str:
-        """The name in letters, digits and underscores."""
-        return identifier_of(self.name)
+    path: Path = Path()
+    file: SearchFile | None = None
 
     @property
     def workers(self) -> int:
@@ -182,12 +171,10 @@ def standing_searches(
     """
     taken = {r.identifier: f"the recipe {r.name}" for r in recipes}
     searches_read = []
-    for path in yaml_files(warehouse.searches):
-        problem = name_problem(path, taken)
+    for path, problem in named_files(warehouse.searches, taken):
         name = escaped(path.stem if problem is None else path.name)
-        standing = StandingSearch(name, path, None, (), problem and escaped(problem))
+        standing = StandingSearch(name, problem=problem and escaped(problem), path=path)
         searches_read.append(standing if problem else _read(warehouse, standing))
-        taken.setdefault(identifier_of(path.stem), path.name)
     return tuple(searches_read)
 
 

@@ -11,8 +11,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from mergepipe_pipeline.cli.bars import JsonLines
-from mergepipe_pipeline.cli.common import Console, options, verb
+from mergepipe_pipeline.cli.common import Console, JsonLines, options, verb
 from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.warehouse import Warehouse
 

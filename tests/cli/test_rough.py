@@ -118,14 +118,14 @@ def test_gc_removes_what_a_killed_process_left_half_written(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("verb", ["curve", "conflicts"])
-def test_a_table_that_cannot_be_written_leaves_the_one_before(
+def test_a_picture_that_cannot_be_written_leaves_the_one_before(
     tmp_path: Path, recipe_text: Callable[..., str], monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
-    recipe, table = tmp_path / "r.yml", tmp_path / "t.csv"
+    recipe, picture = tmp_path / "r.yml", tmp_path / "t.png"
     recipe.write_text(recipe_text(experts=2))
-    command = (verb, recipe, "--csv", table, "--home", tmp_path / "w")
+    command = (verb, recipe, "--picture", picture, "--home", tmp_path / "w")
     assert call(*command).exit_code == 0
-    before = table.read_bytes()
+    before = picture.read_bytes()
 
     def full(*args: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -133,9 +133,9 @@ def test_a_table_that_cannot_be_written_leaves_the_one_before(
     monkeypatch.setattr(os, "fsync", full)
     result = call(*command)
     assert result.exit_code == 20
-    assert f"error: The disk is full\n  where     {table}\n" in result.stderr
-    assert table.read_bytes() == before
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["r.yml", "t.csv", "w"]
+    assert f"error: The disk is full\n  where     {picture}\n" in result.stderr
+    assert picture.read_bytes() == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["r.yml", "t.png", "w"]
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]])

@@ -30,7 +30,7 @@ from dagster._core.scheduler.instigation import (
 from dagster._core.types.loadable_target_origin import LoadableTargetOrigin
 
 from mergepipe_pipeline.resources import MergePipe
-from mergepipe_pipeline.sensors.runs import Ours
+from mergepipe_pipeline.sensors.ticks import Ours
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: What our location loads.

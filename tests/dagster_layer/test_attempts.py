@@ -13,8 +13,7 @@ import pytest
 from dagster import DagsterRunStatus as Status
 
 from mergepipe_pipeline.definitions import build_definitions
-from mergepipe_pipeline.deploy.faults import Fault
-from mergepipe_pipeline.deploy.retry import LONGEST_PAUSE_S, Attempt, pause_s, reason_to_wait
+from mergepipe_pipeline.deploy.retry import LONGEST_PAUSE_S, Attempt, Fault, pause_s, reason_to_wait
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.sensors import housekeeping, recipes, reload
 from mergepipe_pipeline.sensors.ticks import MAX_LINES

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.definitions import build_definitions
-from mergepipe_pipeline.deploy.faults import Fault
+from mergepipe_pipeline.deploy.retry import Fault
 from mergepipe_pipeline.sensors import failures
 from mergepipe_pipeline.sensors.failures import failure_of, post, run_failure
 from mergepipe_pipeline.text import in_one_line, markdown, plain_of_markdown

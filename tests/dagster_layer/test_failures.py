@@ -5,10 +5,10 @@ from __future__ import annotations
 import dagster as dg
 import pytest
 
-from mergepipe_pipeline.deploy.faults import Fault
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
+from mergepipe_pipeline.deploy.retry import Fault
 from mergepipe_pipeline.execution.plan_leases import lease_recipe
-from mergepipe_pipeline.sensors.runs import failed_attempts
+from mergepipe_pipeline.sensors.ticks import failed_attempts
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.guests import ours_of
 from tests.dagster_layer.test_changed_inputs import replace_shard

@@ -15,7 +15,7 @@ from mergepipe_pipeline.definitions import build_definitions
 from mergepipe_pipeline.deploy.instance import identity_of
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.resources import WAREHOUSE_TAG
-from mergepipe_pipeline.sensors.runs import SENSORS
+from mergepipe_pipeline.sensors.ticks import SENSORS
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.conftest import Drop, known_experts

@@ -14,15 +14,13 @@ import pytest
 from mergepipe_pipeline.assets.labels import owners
 from mergepipe_pipeline.assets.status import changed_status
 from mergepipe_pipeline.definitions import build_definitions
-from mergepipe_pipeline.deploy.faults import Fault
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
-from mergepipe_pipeline.deploy.retry import Attempt
+from mergepipe_pipeline.deploy.retry import Attempt, Fault
 from mergepipe_pipeline.deploy.standing import failing, standing
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.tick import Ticker
-from mergepipe_pipeline.verbs.audit import audit_budget
-from mergepipe_pipeline.verbs.deploy import current_plan
+from mergepipe_pipeline.verbs.deploy import current_plan, excess
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.conftest import Drop, records_of, shown
@@ -160,10 +158,9 @@ def test_an_expert_leads_to_its_recipes_and_a_snapshot_to_its_manifest_and_input
     assert 0 < float(str(snapshot["expert GiB read"])) < 0.01
     plan = current_plan(home, "a")
     over = replace(plan, estimates=replace(plan.estimates, budget_bytes=1000))
-    found = audit_budget(over)
-    assert not found.is_kept
+    assert excess(plan) is None
     file = f"from expert expert_00, file model.safetensors of {home.inbox / 'expert_00'}, tensor "
-    assert file in found.summary
+    assert file in (excess(over) or "")
     assert {word for words in shown_keys(instance) for word in words if "_" in word} == set()
     assert {("seconds", "to", step) for step in ("index", "compare", "plan", "merge")} <= (
         measured := {words for words in shown_keys(instance) if "seconds" in words}

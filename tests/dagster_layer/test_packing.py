@@ -15,14 +15,13 @@ import pytest
 from mergepipe_pipeline.assets.experts import build_expert_index, experts_of
 from mergepipe_pipeline.definitions import build_definitions
 from mergepipe_pipeline.deploy.arrivals import MAX_FAILURES, arrival, ask
-from mergepipe_pipeline.deploy.faults import Fault
-from mergepipe_pipeline.deploy.inbox import Patience, scan_inbox
-from mergepipe_pipeline.deploy.packing import reason_to_wait_for_packs
+from mergepipe_pipeline.deploy.inbox import Patience, reason_to_wait_for_packs, scan_inbox
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
+from mergepipe_pipeline.deploy.retry import Fault
 from mergepipe_pipeline.errors import DamagedPackError
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.sensors.inbox import build_inbox_sensor
-from mergepipe_pipeline.sensors.runs import failed_attempts
+from mergepipe_pipeline.sensors.ticks import failed_attempts
 from mergepipe_pipeline.storage.atomic import remove_tree
 from mergepipe_pipeline.verbs.deploy import plan_recipe
 from mergepipe_pipeline.verbs.index import index_arrival

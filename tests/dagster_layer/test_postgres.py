@@ -17,7 +17,7 @@ import pytest
 
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.sensors.housekeeping import delete_runs
-from mergepipe_pipeline.sensors.runs import Ours
+from mergepipe_pipeline.sensors.ticks import Ours
 from mergepipe_pipeline.verbs.deploy import last_release
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.postgres import programs, running_server

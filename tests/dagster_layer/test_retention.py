@@ -20,7 +20,7 @@ from dagster._core.scheduler.instigation import (
 
 from mergepipe_pipeline.resources import WAREHOUSE_TAG
 from mergepipe_pipeline.sensors.housekeeping import delete_idle_ticks, delete_runs
-from mergepipe_pipeline.sensors.runs import Ours
+from mergepipe_pipeline.sensors.ticks import Ours
 from tests.dagster_layer.guests import repository_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")

@@ -12,15 +12,14 @@ from mergepipe_pipeline.assets.recipes import build_recipe_assets
 from mergepipe_pipeline.deploy.arrivals import ask, attempted
 from mergepipe_pipeline.deploy.inbox import scan_inbox
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
-from mergepipe_pipeline.deploy.standing import Standing, standing
-from mergepipe_pipeline.deploy.wanted import wanted
+from mergepipe_pipeline.deploy.standing import Standing, standing, wanted
 from mergepipe_pipeline.errors import CheckpointError
 from mergepipe_pipeline.sensors.reload import files_token
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.verbs.deploy import Due, current, due
 from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.verbs.publish import history
-from mergepipe_pipeline.verbs.tag import tag
+from mergepipe_pipeline.verbs.register import tag
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.conftest import Drop, records_of, shown
 from tests.dagster_layer.test_experts import jobs

@@ -13,7 +13,7 @@ from mergepipe_pipeline.definitions import build_definitions
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.resources import Engine
-from mergepipe_pipeline.sensors.runs import attempt_of
+from mergepipe_pipeline.sensors.ticks import attempt_of
 from mergepipe_pipeline.settings import BUDGET, MEMORY, OF_A_RUN, SETTINGS, THREADS, Setting
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.verbs.deploy import current_plan, last_release

@@ -15,6 +15,7 @@ from dagster._core.execution.api import create_execution_plan
 from mergepipe_pipeline.assets.experts import build_burst
 from mergepipe_pipeline.definitions import build_definitions
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
+from mergepipe_pipeline.deploy.shards import merged_layers, shard_of
 from mergepipe_pipeline.domain.outcome import LayerOutcome
 from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.engine.options import EngineOptions
@@ -30,7 +31,6 @@ from mergepipe_pipeline.verbs.deploy import (
     snapshot_recipe,
 )
 from mergepipe_pipeline.verbs.gc import collect
-from mergepipe_pipeline.verbs.shards import merged_layers, shard_of
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.conftest import Drop
 
@@ -40,7 +40,7 @@ WORKER = """
 import sys, time
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.verbs.deploy import current_plan, merge_shard
-from mergepipe_pipeline.verbs.shards import shard_of
+from mergepipe_pipeline.deploy.shards import shard_of
 from mergepipe_pipeline.warehouse import Warehouse
 home = Warehouse.at(sys.argv[1])
 plan = current_plan(home, "n")

@@ -20,7 +20,7 @@ from mergepipe_pipeline.text import plain_of_markdown
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.verbs.check import check
 from mergepipe_pipeline.verbs.ls import ls
-from mergepipe_pipeline.verbs.quarantine import quarantine
+from mergepipe_pipeline.verbs.register import quarantine
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.conftest import Drop, known_experts
 from tests.dagster_layer.test_experts import jobs, sum_of

@@ -23,8 +23,7 @@ from mergepipe_pipeline.errors import BusyError
 from mergepipe_pipeline.execution.plan_leases import lease_recipe, lease_run
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.sensors.recipes import request_or_reason
-from mergepipe_pipeline.sensors.runs import recipes_under_way
-from mergepipe_pipeline.sensors.ticks import BURST_PRIORITY, make_pools_known
+from mergepipe_pipeline.sensors.ticks import BURST_PRIORITY, make_pools_known, recipes_under_way
 from mergepipe_pipeline.verbs.deploy import (
     merge_recipe,
     plan_recipe,

@@ -92,7 +92,7 @@ def test_a_kill_before_a_plan_is_current_leaves_the_one_before(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(deploy, "write_atomic", killed)
+        patched.setattr(deploy, "keep_record", killed)
         with pytest.raises(KeyboardInterrupt):
             plan_recipe(twins, one, budget="50%")
     assert current_plan(twins, one.name) == before

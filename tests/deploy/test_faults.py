@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from dagster._utils.error import serializable_error_info_from_exc_info
 
-from mergepipe_pipeline.deploy.faults import Fault, fault_of, fault_of_exception
+from mergepipe_pipeline.deploy.retry import Fault, fault_of, fault_of_exception
 from mergepipe_pipeline.errors import (
     BusyError,
     CheckpointError,
@@ -23,7 +23,7 @@ from mergepipe_pipeline.errors import (
     ResourceError,
     StorageFullError,
 )
-from mergepipe_pipeline.sensors.runs import _chain
+from mergepipe_pipeline.sensors.ticks import _chain
 from mergepipe_pipeline.storage.regular import refusals_named
 
 

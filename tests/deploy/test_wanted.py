@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
-from mergepipe_pipeline.deploy.wanted import wanted
+from mergepipe_pipeline.deploy.standing import wanted
 from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.verbs.replace import move_to_cold

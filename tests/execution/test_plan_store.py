@@ -14,7 +14,7 @@ from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.execution.lookup import load_plan
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.resolution.recipe_text import parse
-from mergepipe_pipeline.verbs.sql import query
+from mergepipe_pipeline.verbs.ls import query
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.catalog.flips import flipped
 

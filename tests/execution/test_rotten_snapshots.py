@@ -20,7 +20,7 @@ from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.snapshots import commit as checks
 from mergepipe_pipeline.snapshots.commit import verify_snapshot
 from mergepipe_pipeline.verbs import deploy
-from mergepipe_pipeline.verbs.audit import audit_recipe
+from mergepipe_pipeline.verbs.deploy import audit_recipe
 from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.verbs.land import land
 from mergepipe_pipeline.verbs.merge import Merged, merge

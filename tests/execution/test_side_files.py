@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from mergepipe_pipeline.errors import CheckpointError, CorruptionError, MergePipeError
 from mergepipe_pipeline.snapshots.commit import verify_snapshot
-from mergepipe_pipeline.verbs.export import export
 from mergepipe_pipeline.verbs.land import land
+from mergepipe_pipeline.verbs.merge import export
 from mergepipe_pipeline.verbs.verify import verify
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.execution.test_run import run

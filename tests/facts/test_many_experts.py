@@ -10,7 +10,7 @@ import pytest
 
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
 from mergepipe_pipeline.deploy.recorded import reason_to_wait_for
-from mergepipe_pipeline.deploy.wanted import wanted
+from mergepipe_pipeline.deploy.standing import wanted
 from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse

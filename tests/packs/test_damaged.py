@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mergepipe_pipeline.deploy.faults import Fault, fault_of_exception
+from mergepipe_pipeline.deploy.retry import Fault, fault_of_exception
 from mergepipe_pipeline.errors import CorruptionError, DamagedPackError
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_layers

@@ -16,7 +16,7 @@ from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.snapshots.commit import verify_snapshot
 from mergepipe_pipeline.snapshots.find import read_manifest
-from mergepipe_pipeline.verbs.export import RECIPE_FILE
+from mergepipe_pipeline.snapshots.model_folder import RECIPE_FILE
 from mergepipe_pipeline.verbs.merge import merge
 from mergepipe_pipeline.verbs.replay import replay
 from mergepipe_pipeline.warehouse import Warehouse

@@ -23,7 +23,7 @@ from mergepipe_pipeline.snapshots.find import list_snapshots
 from mergepipe_pipeline.verbs.bisect import Prepared, bisect, prepare
 from mergepipe_pipeline.verbs.gc import collect
 from mergepipe_pipeline.verbs.pack import pack
-from mergepipe_pipeline.verbs.quarantine import quarantine
+from mergepipe_pipeline.verbs.register import quarantine
 from mergepipe_pipeline.verbs.replace import move_to_cold
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.quality.world import World

@@ -27,12 +27,11 @@ from mergepipe_pipeline.verbs.deploy import (
     release_recipe,
     snapshot_recipe,
 )
-from mergepipe_pipeline.verbs.export import export
-from mergepipe_pipeline.verbs.gate import refusal
+from mergepipe_pipeline.verbs.gate import promote, refusal
 from mergepipe_pipeline.verbs.gc import collect
 from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.verbs.ls import ls
-from mergepipe_pipeline.verbs.promote import promote
+from mergepipe_pipeline.verbs.merge import export
 from mergepipe_pipeline.verbs.publish import history
 from mergepipe_pipeline.verbs.repair import repair
 from mergepipe_pipeline.verbs.verify import verify, verify_all

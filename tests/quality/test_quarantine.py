@@ -22,12 +22,12 @@ from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.verbs.check import check
 from mergepipe_pipeline.verbs.deploy import Due, due
+from mergepipe_pipeline.verbs.gate import promote
 from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.verbs.ls import ls
 from mergepipe_pipeline.verbs.merge import merge
-from mergepipe_pipeline.verbs.promote import promote
 from mergepipe_pipeline.verbs.publish import publish
-from mergepipe_pipeline.verbs.quarantine import quarantine
+from mergepipe_pipeline.verbs.register import quarantine
 from mergepipe_pipeline.verbs.repair import repair
 from mergepipe_pipeline.verbs.tools import extract_lora
 from mergepipe_pipeline.verbs.verify import verify_all

@@ -14,12 +14,10 @@ from mergepipe_pipeline.errors import CorruptionError, MergePipeError, RecipeErr
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.verbs.check import check
 from mergepipe_pipeline.verbs.curve import curve_of_plan
+from mergepipe_pipeline.verbs.ls import query
 from mergepipe_pipeline.verbs.merge import merge
-from mergepipe_pipeline.verbs.quarantine import quarantine
-from mergepipe_pipeline.verbs.register import register
+from mergepipe_pipeline.verbs.register import quarantine, register, tag
 from mergepipe_pipeline.verbs.replay import replay
-from mergepipe_pipeline.verbs.sql import query
-from mergepipe_pipeline.verbs.tag import tag
 from mergepipe_pipeline.warehouse import Warehouse
 
 HEAD = "merge_method: {}\nbase_model: base\nparameters: {{weight: 0.3, density: 0.5}}\nmodels:\n"

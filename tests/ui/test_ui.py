@@ -14,7 +14,7 @@ import pytest
 from dagster import DagsterRunStatus as Status
 from PIL import Image
 
-from mergepipe_pipeline.sensors.runs import attempt_of
+from mergepipe_pipeline.sensors.ticks import attempt_of
 from tests.dagster_layer.daemon import REPOSITORY, Daemon, free_port, ui_command
 from tests.dagster_layer.test_failure_sensor import webhook
 from tests.ui.chromium import CHROMIUM, Page, browser

@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.errors import CorruptionError, NotFoundError
 from mergepipe_pipeline.execution.lookup import snapshot_named
-from mergepipe_pipeline.verbs.diff import diff
-from mergepipe_pipeline.verbs.export import Shards, export
+from mergepipe_pipeline.snapshots.export import Shards
+from mergepipe_pipeline.verbs.compare import diff
+from mergepipe_pipeline.verbs.merge import export
 from mergepipe_pipeline.verbs.publish import publish
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.execution.test_run import run, tensors

@@ -24,8 +24,9 @@ from mergepipe_pipeline.errors import (
     NotFoundError,
 )
 from mergepipe_pipeline.execution.lookup import load_plan
+from mergepipe_pipeline.snapshots.export import Shards
 from mergepipe_pipeline.storage.atomic import remove_tree
-from mergepipe_pipeline.verbs.export import Shards, export
+from mergepipe_pipeline.verbs.merge import export
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.verbs.replay import replay
 from mergepipe_pipeline.verbs.verify import verify

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.deploy.shards import balanced, shard_of
 from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.resolution.recipe_text import parse
-from mergepipe_pipeline.verbs.shards import balanced, shard_of
 from mergepipe_pipeline.warehouse import Warehouse
 
 COSTS = st.lists(st.floats(0, 1e12), max_size=40).map(

@@ -11,7 +11,7 @@ from mergepipe_pipeline.digest import canonical_json, seal, seal_line
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.plan import Source
 from mergepipe_pipeline.domain.snapshot import LineageEntry, Manifest, ShardEntry
-from mergepipe_pipeline.verbs.sql import query
+from mergepipe_pipeline.verbs.ls import query
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.catalog.facts import checkpoint
 

@@ -11,9 +11,8 @@ from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.errors import MergePipeError, NotFoundError
 from mergepipe_pipeline.verbs.land import land
 from mergepipe_pipeline.verbs.ls import ls
-from mergepipe_pipeline.verbs.register import register
+from mergepipe_pipeline.verbs.register import register, tag
 from mergepipe_pipeline.verbs.repair import set_aside
-from mergepipe_pipeline.verbs.tag import tag
 from mergepipe_pipeline.verbs.verify import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 

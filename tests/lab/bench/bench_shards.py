@@ -24,9 +24,9 @@ import dagster as dg
 from dagster import DagsterEventType as Type
 
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
+from mergepipe_pipeline.deploy.shards import merged_layers
 from mergepipe_pipeline.verbs.deploy import current_plan, plan_recipe
 from mergepipe_pipeline.verbs.register import register
-from mergepipe_pipeline.verbs.shards import merged_layers
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.lab.bench import FOLDER
 from tests.lab.bench.measure import make_cold, weight_files

@@ -25,6 +25,7 @@ from pathlib import Path
 import dagster as dg
 
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
+from mergepipe_pipeline.deploy.shards import merged_layers
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.execution.plan_leases import run_lives
 from mergepipe_pipeline.verbs.deploy import (
@@ -36,7 +37,6 @@ from mergepipe_pipeline.verbs.deploy import (
     snapshot_recipe,
 )
 from mergepipe_pipeline.verbs.index import index_arrival
-from mergepipe_pipeline.verbs.shards import merged_layers
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.postgres import running_server
 from tests.support.celery_cluster import celery_cluster

@@ -13,7 +13,7 @@ from dagster._core.events import StepMaterializationData
 from dagster._core.instance.utils import RUNLESS_JOB_NAME, RUNLESS_RUN_ID
 from safetensors.torch import load_file
 
-from mergepipe_pipeline.assets.freshness import on_schedule_key
+from mergepipe_pipeline.assets.recipes import on_schedule_key
 from mergepipe_pipeline.facts.quarantine import is_quarantined
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.daemon import most_at_once

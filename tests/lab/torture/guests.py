@@ -35,7 +35,7 @@ from mergepipe_pipeline.execution.plan_leases import lease_run
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.sensors.housekeeping import orphans_sensor, retention_sensor
 from mergepipe_pipeline.sensors.inbox import build_inbox_sensor
-from mergepipe_pipeline.sensors.runs import Ours, recipes_under_way
+from mergepipe_pipeline.sensors.ticks import Ours, recipes_under_way
 from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.guests import MODULE, origins, repository_of
