@@ -47,7 +47,7 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """What adds up over tensors, for K experts.
+    """Figures that add up over tensors, for K experts.
 
     `inner` [K, K]: inner products, exact on the diagonal, and their variances; `sum_var`: the
     variance of ‖Σδ‖², which is all of `inner` added. `same`, `both` [K, K]: elements that both
@@ -65,7 +65,7 @@ class Sums:
     drawn_sq: float
 
     def __add__(self, other: Sums) -> Sums:
-        """Of the tensors of both."""
+        """Return the sums of the tensors of both."""
         return Sums(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Sums)))
 
     def agreement(self) -> Agreement:

@@ -149,7 +149,7 @@ def _total(parts: Iterable[Sums], count: int) -> Sums:
 
 
 def _content(stats: ExpertStats) -> list[list[str]]:
-    """What is compared of one expert, in an order of its own."""
+    """Return what is compared of one expert, in an order of its own."""
     return sorted(
         [
             t.base_tensor,

@@ -67,7 +67,7 @@ def describe_bfloat16(
     block_elems: int,
     room: Room,
 ) -> None:
-    """As `describe`, for δ = expert − base of n bfloat16 elements given by their bits, uint16 [n].
+    """Describe δ = expert − base of n bfloat16 elements given by their bits, uint16 [n].
 
     The last chunk counts as filled up with zeros. Chunks of equal finite bits cost a comparison.
     """
@@ -193,7 +193,7 @@ def count_in_bin_bfloat16(
     bin_: int,
     counts: U32Array,
 ) -> None:
-    """As `count_in_bin`, for δ = expert − base of bfloat16 elements by their bits, uint16 [n]."""
+    """Count in a bin δ = expert − base of bfloat16 elements by their bits, uint16 [n]."""
     delta = np.zeros(CHUNK_ELEMS, np.float32)
     for start in range(0, len(expert), CHUNK_ELEMS):
         stop = min(start + CHUNK_ELEMS, len(expert))

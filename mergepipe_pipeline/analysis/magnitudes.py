@@ -40,7 +40,7 @@ class Room(NamedTuple):
     lost: I64Array
 
     def listed(self) -> Magnitudes | None:
-        """What was filled in; None if too many were to be set aside."""
+        """Return what was filled in; None if too many were to be set aside."""
         n = int(self.edges[-1])
         if self.lost[0]:
             return None

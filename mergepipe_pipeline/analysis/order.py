@@ -116,7 +116,7 @@ def from_top(values: I64Array, counts: I64Array, keep: int) -> tuple[int, int]:
 
 
 def in_bin(bits: U32Array, bin_: int) -> InBin:
-    """What of a window's scores lies in a bin."""
+    """Return what of a window's scores lies in a bin."""
     low, counts = np.unique(bits[(bits >> HIST_SHIFT) == bin_] & _LOW, return_counts=True)
     return InBin(low.astype(np.uint16), counts.astype(np.uint32))
 

@@ -45,7 +45,7 @@ S = TypeVar("S", bound=np.generic)
 
 @dataclass
 class _Figures:
-    """What one window adds, per chunk as `kernels.describe` says.
+    """The figures of one window, per chunk as `kernels.describe` says.
 
     `segments` are the digests of its bytes and of the base's, one per level; empty where those of
     the tensor are not taken.

@@ -98,7 +98,7 @@ class RunAhead:
                 self._has_torch = True
 
     def results(self, jobs: Iterator[Job[T]]) -> Iterator[T]:
-        """What jobs give, in order; a result may use its buffers until the next one is taken."""
+        """Yield what jobs give, in order; a result may use its buffers until the next is taken."""
 
         def run(job_and_seen: tuple[Job[T], list[Job[T]]]) -> tuple[T, Buffers]:
             job, seen = job_and_seen

@@ -52,7 +52,7 @@ def whole_ids(folder: Path) -> frozenset[str]:
 
 
 class ContentFiles:
-    """What a checkpoint, or a view of rows in another order, holds; `folder` is the catalog's."""
+    """The digests of a checkpoint, or of a view of rows in another order."""
 
     def __init__(self, folder: Path, owner_id: str) -> None:
         self._folder, self._id = folder / CONTENTS, owner_id
@@ -136,7 +136,7 @@ class SegmentFiles:
         return tensor in self._places
 
     def __getitem__(self, tensor: str) -> bytes:
-        """Those of a tensor, one after the other. Raises KeyError, CorruptionError."""
+        """Return a tensor's digests, one after the other. Raises KeyError, CorruptionError."""
         with self._lock:
             if tensor not in self._held:
                 path, key = self._places[tensor]

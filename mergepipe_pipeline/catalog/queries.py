@@ -51,7 +51,7 @@ _THREADS = 4
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one query may take. `memory_nbytes` is DuckDB's; rows are limited beside it."""
+    """The limits of one query. `memory_nbytes` is DuckDB's; rows are limited beside it."""
 
     timeout_s: float = 60.0
     memory_nbytes: int = 1 << 30

@@ -73,7 +73,7 @@ class RowGroups:
         return self.read_all([key], columns)
 
     def read_all(self, keys: Iterable[Key], columns: Sequence[str] | None = None) -> pa.Table:
-        """As `read`, of several keys, one after the other."""
+        """The rows of several keys, one after the other; see `read`."""
         numbers = [self._numbers[key] for key in keys]
         # Its threads sometimes end the process with an abort; who calls has threads of their own.
         with corruption_named(str(self._path)):
@@ -93,7 +93,7 @@ class RowGroups:
 
 
 def read_parts(path: Path, schema: pa.Schema, read: Callable[[RowGroups], T]) -> T | None:
-    """What `read` gives of a file; None if there is none, or if it is damaged: see `seals.drop`."""
+    """Return what `read` gives of a file; None if it is gone or damaged: see `seals.drop`."""
     seen = version(path)
     try:
         with RowGroups(path, schema) as file:

@@ -54,7 +54,7 @@ def seal_of(data: bytes | memoryview, place: str = "") -> str:
 
 
 def body_digest(data: bytes | memoryview) -> str:
-    """What the footer of a Parquet file says of the bytes before it."""
+    """The digest in the footer of a Parquet file of the bytes before it."""
     return blake3_hex(data)[:_SEAL_HEX]
 
 
@@ -67,7 +67,7 @@ def footer_nbytes(end: bytes | memoryview, nbytes: int) -> int:
 
 
 def place_of(folder: Path, stem: str) -> str:
-    """What a seal covers beside a file's bytes; the same wherever the warehouse lies."""
+    """The place that a seal covers beside a file's bytes, wherever the warehouse lies."""
     return "/".join((*folder.parts[-2:], stem))
 
 
@@ -208,7 +208,7 @@ def version(path: Path) -> tuple[int, int] | None:
 
 
 def read_facts(path: Path, decode: Callable[[bytes], T]) -> T | None:
-    """What a sealed file says; None if there is none, or if it is damaged: see `drop`.
+    """Return what a sealed file says; None if it is gone or damaged: see `drop`.
 
     An undamaged file that cannot be decoded is reported and stays.
     """

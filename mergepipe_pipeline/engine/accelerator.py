@@ -140,7 +140,7 @@ class DeviceWindow(Window[DeviceBufferPool]):
     """A window that is merged on the device of its buffers, unless it stays on the CPU."""
 
     def run(self, buffers: DeviceBufferPool) -> U8Array:
-        """As `Window.run`."""
+        """Read, merge and give the bytes; see `Window.run`."""
         job, task = self._job, self._job.task
         if job.unchanged or job.is_copy or stays_on_cpu(task):
             return super().run(buffers)

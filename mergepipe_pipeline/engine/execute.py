@@ -78,7 +78,7 @@ class LayerRunner:
         self._stack.close()
 
     def run(self, layer: LayerTask, path: Path, advance: Advance | None = None) -> LayerOutcome:
-        """As `run_all`, one layer."""
+        """Run one layer; see `run_all`."""
         (result,) = self.run_all([(layer, path)], advance)
         return result
 

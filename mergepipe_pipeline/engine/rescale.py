@@ -121,7 +121,7 @@ class RescalePrepass:
         return [kept.get(number, 0.0) for number in range(len(task.experts))]
 
     def _norms(self, job: Job, drawn: Sequence[_Drawn]) -> list[tuple[float, float]]:
-        """Of each drawn expert, the L1 norms of what its drop leaves and of its whole delta."""
+        """Return the L1 norms of what each expert's drop leaves and of its whole delta."""
         windows = (
             _PrepassWindow(job, drawn, start, stop)
             for start, stop in cut(prod(job.task.shape), _WINDOW_ELEMS)
@@ -182,7 +182,7 @@ class _PrepassWindow:
         self._n = stop_elem - start_elem
 
     def run(self, buffers: BufferPool) -> Sums:
-        """Of each expert, the sums of its chunks: [experts, 2, chunks]."""
+        """Return the sums of each expert's chunks: [experts, 2, chunks]."""
         job, task, n = self._job, self._task, self._n
         assert task.base is not None
         sums = np.zeros((len(self._drawn), 2, -(-n // CHUNK_ELEMS)))

@@ -206,15 +206,15 @@ class SourcePool:
         return self._reader(source, gated=False)
 
     def expert_before(self, source: int) -> BlockReader:
-        """As `expert`, for bytes that the merge itself will read and count."""
+        """The reader of an expert for bytes that the merge itself will read and count."""
         return self._reader(source, gated=True, when="before")
 
     def base_before(self, source: int) -> BlockReader:
-        """As `base`, for bytes that the merge itself will read and count."""
+        """The reader of the base for bytes that the merge itself will read and count."""
         return self._reader(source, gated=False, when="before")
 
     def base_besides(self, source: int) -> BlockReader:
-        """As `base`, for bytes that are not merged, and not counted."""
+        """The reader of the base for bytes that are not merged, and not counted."""
         return self._reader(source, gated=False, when="besides")
 
     def packed(self, e: ExpertInput, *, before: bool = False) -> PackedElements | None:
@@ -257,7 +257,7 @@ class SourcePool:
             reader.verify_unchanged()
 
     def read_here(self) -> Read:
-        """What the calling thread has read for the merge so far."""
+        """Return what the calling thread has read for the merge so far."""
         expert, base = self._tallies[True], self._tallies[False]
         return Read(expert.nbytes, base.nbytes, expert.read_s + base.read_s)
 

@@ -98,7 +98,7 @@ def with_stops(task: TensorTask, stops: Mapping[RuleKey, int]) -> TensorTask:
 
 
 def nth_in(expert: Stored, base: Stored | None, bits: int, nth: int) -> tuple[int, int]:
-    """As `FindTie`, in elements of an expert less those of a base."""
+    """Find a tie (see `FindTie`) in elements of an expert less those of a base."""
     from mergepipe_pipeline.operators.kernels.nth_tie import nth_tie
 
     base_elems = np.empty(0, expert.dtype) if base is None else base

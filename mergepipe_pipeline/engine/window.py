@@ -111,7 +111,7 @@ class Window(Generic[D]):
 
     @property
     def task(self) -> TensorTask:
-        """What the elements are of."""
+        """The task that the elements are of."""
         return self._job.task
 
     def announce(self) -> None:

@@ -91,7 +91,7 @@ def card_facts(warehouse: Warehouse, plan: MergePlan) -> Facts:
 
 
 def _facts_of(warehouse: Warehouse, source: Source) -> Facts:
-    """What one input says of itself; an earlier stage says what its inputs did."""
+    """Return what one input says of itself; an earlier stage says what its inputs did."""
     if Path(source.root).parent == warehouse.snapshots:
         path = Path(source.root) / PROVENANCE
         try:
@@ -262,7 +262,7 @@ def _made_files(
     inputs: Sequence[LineageEntry],
     operators: Sequence[OperatorCount],
 ) -> dict[str, bytes]:
-    """What the template's folder does not have as it is: config, tokenizer, index, card."""
+    """Make the files that differ from the template's: config, tokenizer, index, card."""
     files = {name: b64decode(text) for name, text in plan.side.files or ()}
     root = plan.sources[plan.side.template].root
     with open_source(root) as source:
@@ -307,7 +307,7 @@ def _refuse_changed(
 def _provenance(
     warehouse: Warehouse, plan: MergePlan, realised: Realised | None, times: Times | None
 ) -> dict[str, Any]:
-    """What no id covers: who, when, where, how asked for, what it cost.
+    """Return what no id covers: who, when, where, how asked for, what it cost.
 
     `choices`: tensor to [operator, reason], where the method left the operator open.
     """

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def egress_of_recipe(warehouse: Warehouse, resolved: ResolvedRecipe) -> tuple[Egress, ...]:
-    """What planning and merging a recipe fetch, per address; of an expert at most.
+    """Return what planning and merging a recipe fetch, per address; of an expert at most.
 
     A checkpoint that nobody has read is read whole, to learn what it holds.
     """
@@ -59,7 +59,7 @@ def _of_checkpoint(
 def egress_of_plan(
     plan: MergePlan, layers: Sequence[LayerTask] | None = None
 ) -> tuple[Egress, ...]:
-    """What merging a plan's layers (default: all) fetches, per address."""
+    """Return what merging a plan's layers (default: all) fetches, per address."""
     egresses: list[Egress] = []
     for number, source in enumerate(plan.sources):
         if is_address(source.root):
@@ -91,6 +91,6 @@ def traffic() -> dict[str, Traffic]:
 
 
 def traffic_since(before: Mapping[str, Traffic]) -> dict[str, Any]:
-    """What came over the wire since `traffic` was asked, by address, as JSON."""
+    """Return the traffic since `traffic` was asked, by address, as JSON."""
     traffic = METER.since(before)
     return {a: {"requests": t.requests, "nbytes": t.nbytes} for a, t in traffic.items()}

@@ -50,7 +50,7 @@ def store_working_plan(warehouse: Warehouse, recipe: str, plan: MergePlan) -> st
 
 @dataclass(frozen=True, slots=True)
 class WorkingPlan:
-    """What a standing recipe works on: a plan, the state that it answers, and its inputs' states.
+    """The work of a standing recipe: a plan, the state that it answers, and its inputs' states.
 
     `snapshot_id` is "" until the plan's snapshot is committed.
     """
@@ -144,7 +144,7 @@ def load_plan(warehouse: Warehouse, plan_id: str) -> MergePlan:
 
 
 def stored_plans(warehouse: Warehouse, read: Callable[[str, Any], T]) -> Iterator[tuple[str, T]]:
-    """What `read` makes of each plan's id and JSON value, by id.
+    """Yield what `read` makes of each plan's id and JSON value, by id.
 
     Damaged plans, and those of other versions of this program, are logged and left out.
     """
@@ -164,7 +164,7 @@ def checked_plan(plan_id: str, value: Any) -> MergePlan:
 
 
 def _read(path: Path, read: Callable[[str, Any], T]) -> T:
-    """What `read` makes of a stored plan's id and JSON value. Raises CorruptionError."""
+    """Return what `read` makes of a stored plan's id and JSON value. Raises CorruptionError."""
     try:
         return read(path.stem, json.loads(unseal_line(path.read_bytes(), str(path))))
     except (CorruptionError, AttributeError, TypeError, LookupError, ValueError) as error:

@@ -47,7 +47,7 @@ _SAMPLES = 48
 def contents_of(
     warehouse: Warehouse, expert: Model, base: Model, progress: Progress | None = None
 ) -> tuple[TensorContent, ...]:
-    """What a pack of an expert against a base is made from; computes missing digests."""
+    """Return what a pack of an expert against a base is made from; computes missing digests."""
     digests, base_digests = (
         [Contents(warehouse, c, progress).digests() for c in model.checkpoints]
         for model in (expert, base)
@@ -121,7 +121,7 @@ def _packing_s(n_elems: int, nbytes: int) -> float:
 
 
 def _stats(warehouse: Warehouse, expert: Model, base: Model) -> dict[str, TensorStats]:
-    """What the catalog knows of an expert's tensors, by name, without reading any."""
+    """Return the statistics of an expert's tensors that are known, by name."""
     facts = warehouse.catalog.facts(base.model_id, expert.model_id)
     stats = facts.stats(grid_for(base, None).block_elems, without=("sample",))
     return {t.tensor: t for t in stats.tensors if t.tensor == t.base_tensor}

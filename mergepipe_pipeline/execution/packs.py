@@ -39,7 +39,7 @@ Digests = Sequence[Mapping[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class PackedCost:
-    """What packs spare a merge, of which `experts` have one.
+    """The bytes that packs spare a merge, of which `experts` have one.
 
     An exact merge reads at most `exact_nbytes` of all experts, each tensor from where it is fewer
     bytes; less where tier X20 is enough, which only thresholds tell.
@@ -69,7 +69,7 @@ def find_packs(
     grid: BlockGrid,
     originals: Sequence[Model],
 ) -> Packs | None:
-    """What the packs of the experts of `merged` tensors offer, on a `pack_grid` of `grid`.
+    """Find the packs of the experts of `merged` tensors, and their levels on a `pack_grid`.
 
     `originals` are the models before the output's tokenizer gave them other rows: packs are of
     these, or of the expert below an adapter. None where there is none. A damaged one is
@@ -98,7 +98,7 @@ def packed_cost(
     merged: Sequence[TensorRecipe],
     originals: Sequence[Model],
 ) -> PackedCost | None:
-    """What packs spare a merge of `merged` tensors, as `find_packs`; None where there is none."""
+    """Return what packs spare a merge of `merged` tensors; None where there is none."""
     stored = [i for t in merged for i in t.inputs]
     exact_nbytes = sum(models[i.model].views[i.tensor].nbytes for i in stored)
     uses = Counter((i.model, t.base.model, i.tensor) for t in merged if t.base for i in t.inputs)
@@ -164,7 +164,7 @@ def _is_own(model: Model, stored: Model, tensor: str) -> bool:
 
 
 def _rows(served: _Served, grid: PackGrid) -> dict[Pair, PackedRow]:
-    """What a pack, as number 0, offers to the pairs of tensors that it serves."""
+    """Return the rows of a pack, as number 0, by the pairs of tensors that it serves."""
     rows: dict[Pair, PackedRow] = {}
     try:
         for row, nbytes, residual_sq in served.pack.sizes(grid.block_elems):

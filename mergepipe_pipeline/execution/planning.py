@@ -151,7 +151,7 @@ def prefetch_base(resolved: ResolvedRecipe) -> Iterator[None]:
 
 
 def _base_tensors(resolved: ResolvedRecipe) -> _Places:
-    """What is stored of the tensors that experts are merged on."""
+    """Return what is stored of the tensors that experts are merged on."""
     by_root: dict[str, dict[TensorEntry, None]] = {}
     for t in resolved.recipe.tensors:
         if t.base is None:

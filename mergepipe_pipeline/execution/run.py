@@ -185,7 +185,7 @@ def run_plan(
 
 
 def made_anew(error: DamagedLayerError) -> str:
-    """What to tell of stored layers that were damaged and are merged again now."""
+    """Say that stored layers were damaged and are merged again now."""
     return f"{error.what} ({error.where}): {error.found}. It is merged again"
 
 

@@ -236,7 +236,7 @@ class AnalysedExpert:
         missing: Mapping[Sparsified, int],
         find: Callable[..., dict[str, Fact]],
     ) -> dict[str, Fact]:
-        """What `find` gives for parts by a pass over their tensors, which verifies what it reads.
+        """Find facts of parts by a pass over their tensors, which verifies what it reads.
 
         One part of a tensor at a time: a tensor may be asked for several.
         """
@@ -306,7 +306,7 @@ def _rescales(params: Params) -> bool:
 
 
 def _scale_key(kind: Kind, s: Sparsified) -> str:
-    """What a rescale factor depends on: the elements kept, and for a random drop its numbers.
+    """The name of a rescale factor: the elements kept, and for a random drop its numbers.
 
     These may change with the engine.
     """

@@ -168,7 +168,7 @@ def _refuse_damaged(step: Measure, by_tensor: Mapping[str, Fact]) -> None:
 
 
 def _tensor_key(t: TensorRecipe, step: Measure, numbers: Fact) -> str:
-    """What a step's numbers depend on besides the models: tensors' names, parameters, numbers."""
+    """The name of a step's numbers for a tensor: names, parameters, earlier numbers."""
     inputs = [i.tensor for i in t.inputs] + ([t.base.tensor] if t.base else [])
     params = {k: v for k, v in t.params if k in step.depends}
     rows = [{k: v for k, v in i.params if k in step.depends} for i in t.inputs]

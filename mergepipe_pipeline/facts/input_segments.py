@@ -173,7 +173,7 @@ class Inputs:
 
 
 def _views(layers: Iterable[LayerTask]) -> Iterator[tuple[TensorView, str]]:
-    """What layers read, with the digests that the plan names."""
+    """Yield the views that layers read, with the digests that the plan names."""
     for task in (task for layer in layers for task in layer.tasks):
         if task.base:
             yield task.base.view, task.base.digest

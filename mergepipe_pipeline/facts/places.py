@@ -71,7 +71,7 @@ def place_of(warehouse: Warehouse, checkpoint: Checkpoint) -> str | None:
 
 
 def read_place(path: Path) -> First:
-    """What a file of this room says. Raises CorruptionError if it is not what was written there."""
+    """Read a record of a place. Raises CorruptionError if it is not what was written there."""
     value = unseal(path.read_bytes(), str(path))
     named = {"checkpoint_id": path.parent.name}
     if path.name != _FIRST:

@@ -37,7 +37,7 @@ def missing_files(warehouse: Warehouse, checkpoint_id: str, there: Iterable[str]
 
 
 def refuse_changed_files(warehouse: Warehouse, checkpoint: Checkpoint) -> None:
-    """As `refuse_changed_file`, of all side files of a checkpoint as they are now."""
+    """Raise CorruptionError if a side file of a checkpoint is not what was registered as it."""
     with open_source(checkpoint.root) as source:
         for stamp in side_stamps(source, checkpoint.root):
             sha256 = side_sha256(source, stamp)

@@ -28,7 +28,7 @@ _CHECKED = set[tuple[str, str]]()
 
 
 class Contents:
-    """What a checkpoint's tensors hold: what is known of it, of the files that lie there now."""
+    """The contents of a checkpoint's tensors, as known of the files that lie there now."""
 
     def __init__(
         self, warehouse: Warehouse, checkpoint: Checkpoint, progress: Progress | None = None

@@ -29,7 +29,7 @@ _LEAST_BEND = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """What a strategy promises for one budget: `nbytes` are read of `budget_bytes` (None: all).
+    """A strategy's promise for one budget: `nbytes` are read of `budget_bytes` (None: all).
 
     `error` estimates ‖W_budget − W_full‖₂ give or take `margin` (None: not stated); `bound` is an
     upper limit, None where none is known.

@@ -22,7 +22,7 @@ Names = Sequence[str]
 
 @dataclass(frozen=True)
 class Constraints:
-    """What a plan may read: `budget_bytes` in all, `caps` [experts] bytes of each expert.
+    """The limits of a plan: `budget_bytes` in all, `caps` [experts] bytes of each expert.
 
     `pinned` candidates are read first, `excluded` ones never.
     """

@@ -52,7 +52,7 @@ class Upgrades(NamedTuple):
 
 @cached_njit(nogil=True)
 def _left(row: RowBlocks, k: int, b: int) -> float:
-    """What level `k` of a pack leaves of block `b`; infinite where it cannot be used."""
+    """The residual of level `k` of a pack at block `b`; infinite where it cannot be used."""
     residual_sq, delta_sq = row.residual_sq[k, b], row.delta_sq[b]
     if not row.usable[k] or not np.isfinite(residual_sq):
         return np.inf

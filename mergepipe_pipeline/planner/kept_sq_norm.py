@@ -134,7 +134,7 @@ def _magnitude(rule: TrimRule | None, default: float) -> float:
 
 @cache
 def _edges() -> tuple[F64Array, F64Array]:
-    """Of every bin and the one after the last: lowest magnitude and middle."""
+    """The lowest magnitude and the middle of every bin and of one more."""
     bins = np.arange((1 << 16) + 1, dtype=np.uint64)
     return _edge(bins, 0), _edge(bins, 0.5)
 

@@ -24,7 +24,7 @@ Levels = npt.NDArray[np.int8]
 
 @dataclass(frozen=True)
 class LevelTable:
-    """What candidates cost and leave at every level. Arrays are [candidates]."""
+    """The cost and the residual of candidates at every level. Arrays are [candidates]."""
 
     candidates: Candidates
 
@@ -96,7 +96,7 @@ class LevelTable:
 
 
 def packed_input(row: Row, levels: Levels, block_elems: int) -> PackedInput | None:
-    """What a plan reads of a row's pack, given the row's levels; None for nothing."""
+    """Return the ranges of a row's pack that its levels read; None for none."""
     from mergepipe_pipeline.planner.hulls import at_levels
 
     of = row.levels

@@ -61,7 +61,7 @@ class Packs:
 
 @dataclass(frozen=True, kw_only=True)
 class RowLevels:
-    """What a method can use of a packed row: the levels that are `usable`, and that are `exact`.
+    """The levels of a packed row that are `usable` by a method, and that are `exact`.
 
     [levels] each. An exact level gives what the expert itself gives.
     """
@@ -110,7 +110,7 @@ def packed_row(
 def row_levels(
     packed: PackedRow, schema: OperatorSchema, response: Response, trim: TrimRule | None
 ) -> RowLevels:
-    """What a method can use of a packed row that it trims by `trim` (None: not at all)."""
+    """Return the levels that a method can use of a packed row that it trims by `trim`."""
     exact = np.zeros(N_LEVELS, np.bool_)
     exact[_X] = True
     # X20 has every |δ| from its threshold up, and a trim keeps some of those from its own up.

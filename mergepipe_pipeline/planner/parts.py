@@ -198,7 +198,7 @@ class Parts:
         return replace(row, levels=levels)
 
     def _kept(self, part: Part, i: int, s: TensorStats | None) -> tuple[Kept | None, float]:
-        """What is kept of a delta, None for all, and with which probability a drop keeps it."""
+        """Return the part of a delta that is kept (None: all), and a drop's probability."""
         fact = OPERATORS[part.operator].schema.fact
         density = min(1.0, max(0.0, float(dict(part.model_params[i]).get("density", 1.0))))
         if s is None or fact == "none" or density == 1:
@@ -286,7 +286,7 @@ def _thinned(rule: TrimRule | None, n: int, numel: int) -> TrimRule | None:
 
 
 def _rescale(params: Mapping[str, Any], model_params: Params) -> float:
-    """What the papers' variants divide a kept element by: at least its probability."""
+    """The factor of a kept element in the papers' variants: one over its probability at most."""
     by_name = dict(model_params)
     density = float(by_name.get("density", 1.0))
     if params.get("variant") != "paper" or not params.get("rescale") or not 0 < density < 1:

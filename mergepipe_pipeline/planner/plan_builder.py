@@ -69,7 +69,7 @@ class PlanBuilder:
         self._first_source = [sum(counts[:n]) for n in range(len(counts))]
 
     def problem(self, *, with_packs: bool) -> PlanningProblem:
-        """What can be read, of packs too or of stored elements only, and how the merge responds."""
+        """Lay out what can be read, of packs too or of stored elements only."""
         packs = self._packs if with_packs else None
         table = self._parts.table(packs)
         return PlanningProblem(
@@ -98,7 +98,7 @@ class PlanBuilder:
         return select(self.problem(with_packs=with_packs), self._recipe.budget, named)
 
     def _experts(self) -> list[Names]:
-        """What each position of the recipe is called."""
+        """Return the names of each position of the recipe."""
         places = {(e.position, e.model): None for t in self._recipe.tensors for e in t.inputs}
         names = {position: self._recipe.models[model].names for position, model in places}
         return [names.get(n, ()) for n in range(max(names, default=-1) + 1)]

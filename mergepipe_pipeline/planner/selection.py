@@ -51,7 +51,7 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningProblem:
-    """What can be read, and how the merge responds to what is not.
+    """The choices of a plan, and how the merge responds to what is not read.
 
     `sensitivities` and `samples` are by number of the output tensor, `tensors` and `experts` names
     by number; `block_elems` is the recipe's grid, on which statistics are. `has_packs`: levels of
@@ -68,7 +68,7 @@ class PlanningProblem:
 
     @property
     def candidates(self) -> Candidates:
-        """What can be read, in blocks."""
+        """The blocks that can be read."""
         return self.table.candidates
 
     @property
@@ -196,7 +196,7 @@ def levels_for(
 
 
 def _allowed(c: Candidates, constraints: Constraints) -> Choice:
-    """What is worth reading if there is no limit in bytes."""
+    """Return what is worth reading if there is no limit in bytes."""
     return ~c.zero & ~(constraints.excluded & ~constraints.pinned)
 
 
@@ -225,7 +225,7 @@ def _is_affordable(q: PlanningProblem, constraints: Constraints, levels: Levels)
 
 
 def _pinned(q: PlanningProblem, constraints: Constraints) -> Levels:
-    """What is read before anything else: exact levels of what the recipe pins.
+    """Return what is read before anything else: exact levels of what the recipe pins.
 
     Raises BudgetError if these cost more than there is.
     """

@@ -30,7 +30,7 @@ _ALIKE = 16.0
 
 @dataclass(frozen=True)
 class Strategy:
-    """What reading saves: `score` [candidates], of which a level saves the share it does not leave.
+    """The gain of reading: `score` [candidates], of which a level saves what it does not leave.
 
     With `is_even` upgrades of one place to one level in votes and means go together, for experts
     of like strength.

@@ -19,7 +19,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 
 @dataclass(frozen=True, slots=True)
 class Analysis:
-    """What `analyze` did for one checkpoint; `norm` is ‖δ‖₂ over the whole checkpoint."""
+    """The analysis of one checkpoint; `norm` is ‖δ‖₂ over the whole checkpoint."""
 
     name: str
     base: str | None

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class IndexedExpert:
-    """What indexing an expert found; `layers_changed` is against its last version.
+    """The findings of indexing an expert; `layers_changed` is against its last version.
 
     `packs` were made or are there; `pack_error` says why one could not be made.
     """

@@ -60,7 +60,7 @@ def kept_l1_bfloat16(
     last: np.uint32,
     sums: Sums,
 ) -> None:
-    """As `kept_l1`, for δ = expert − base of n bfloat16 elements by their bits, uint16 [n]."""
+    """Sum (see `kept_l1`) δ = expert − base of n bfloat16 elements by their bits, uint16 [n]."""
     numbers = np.empty(CHUNK_ELEMS, np.uint32)
     for chunk in range(sums.shape[1]):
         start = chunk * CHUNK_ELEMS

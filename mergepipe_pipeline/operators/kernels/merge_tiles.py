@@ -206,7 +206,7 @@ def _add_large(
     delta: F32Array,
     total: F32Array,
 ) -> None:
-    """As `_add_plain`, of what is `least` or more in magnitude."""
+    """Add what is `least` or more in magnitude; see `_add_plain`."""
     for e in range(len(stored)):
         d = value_of(stored[e]) - base[e]
         delta[e] = d * (_ONE if abs(d) >= least else _ZERO) * scale * weight
@@ -224,7 +224,7 @@ def _add_drawn(
     delta: F32Array,
     total: F32Array,
 ) -> None:
-    """As `_add_plain`, of what is drawn below `keep_below`."""
+    """Add what is drawn below `keep_below`; see `_add_plain`."""
     for e in range(len(stored)):
         d = value_of(stored[e]) - base[e]
         delta[e] = d * (_ONE if drawn[e] < keep_below else _ZERO) * scale * weight
@@ -241,7 +241,7 @@ def _add_by_steps(
     delta: F32Array,
     total: F32Array,
 ) -> None:
-    """As `_add_row`, for any steps: each goes over the tile by itself, in the order of torch."""
+    """Add a row for any steps: each goes over the tile by itself, in the order of torch."""
     scale, divisor, weight = row.scale, row.divisor, row.weight
     _widen(stored, delta)
     for e in range(len(delta)):

@@ -115,7 +115,7 @@ class TaskVectorMethod:
         )
 
     def hooks(self) -> Hooks:
-        """What it has besides its merge; for ranks within rows there is no fused kernel."""
+        """Return its hooks; for ranks within rows there is no fused kernel."""
         is_fused = self.sparsifier.fact != "ranked"
         return Hooks(
             coefficients=self.coefficients,

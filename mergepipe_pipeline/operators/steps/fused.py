@@ -24,7 +24,7 @@ Mix = Literal["values", "sum", "vote"]
 
 @dataclass(frozen=True, slots=True)
 class FusedRow:
-    """What is done to one expert's δ, in this order; None or 1 leave a step out.
+    """The steps on one expert's δ, in this order; None or 1 leave a step out.
 
     Keep what `trim` keeps; drop what `outliers` keeps; keep elements whose number in the random
     `stream` is below `keep_below`; multiply by `scale`; divide by `divisor`; multiply by `weight`.

@@ -261,7 +261,7 @@ def drop_numbered_(delta: Tensor, numbers: Tensor, keep_below: int) -> None:
 def drop_by_rank_on_device_(
     rows: Tensor, numbers: Tensor, probability: F64Array, *, inverse: bool
 ) -> None:
-    """As `drop_by_rank_` on any device: `rows` [r, n], p by rank [n], int64 numbers [r·n]."""
+    """Drop by rank on any device: `rows` [r, n], p by rank [n], int64 numbers [r·n]."""
     import torch
 
     limits = torch.from_numpy(np.rint(probability * 2**32).astype(np.int64)).to(rows.device)

@@ -22,7 +22,7 @@ Params = Mapping[str, float | bool | int | str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """What all measures have: `depends` names the parameters that matter besides the tensors.
+    """A measure: `depends` names the parameters that matter besides the tensors.
 
     `needed(params)` may say that a tensor's method parameters make the step idle; its numbers are
     `skipped` then.
