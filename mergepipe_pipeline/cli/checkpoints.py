@@ -336,9 +336,7 @@ def estimate_lines(estimates: Sequence[PackEstimate], label: str) -> list[str]:
     """What packs that are not there would take and save, all together, for people."""
     if not estimates:
         return []
-    total, packed = (
-        sum(getattr(p, f"{of}_nbytes") for p in estimates) for of in ("expert", "packed")
-    )
+    total, packed = sum(p.expert_nbytes for p in estimates), sum(p.packed_nbytes for p in estimates)
     tiers = sum(n for p in estimates for n in p.tier_nbytes.values())
     exact = total - packed + sum(p.exact_nbytes for p in estimates)
     seconds = sum(p.seconds for p in estimates)

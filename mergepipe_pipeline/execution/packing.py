@@ -66,6 +66,7 @@ class PackEstimate:
     name: str
     base: str
     tier_nbytes: Mapping[Tier, int]
+    packed_nbytes: int
     expert_nbytes: int
     seconds: float
     pays_back_after: int | None
@@ -98,6 +99,7 @@ def estimate_pack(
         expert.name,
         base.name,
         sizes,
+        nbytes,
         expert.checkpoint.nbytes,
         _packing_s(n_elems, nbytes),
         pays_back_after(n_elems, nbytes, sizes),
