@@ -10,7 +10,6 @@ import re
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -22,7 +21,7 @@ from mergepipe_pipeline.domain.evaluation import Metrics, Verdict, figure
 from mergepipe_pipeline.domain.layers import layer_count, layer_name
 from mergepipe_pipeline.domain.outcome import LayerOutcome, Realised, Shard
 from mergepipe_pipeline.domain.plan import LayerTask, MergePlan, TensorTask
-from mergepipe_pipeline.domain.snapshot import Ref, operator_counts
+from mergepipe_pipeline.domain.snapshot import operator_counts
 from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.text import in_one_line, markdown, size
 from mergepipe_pipeline.verbs.conflicts import largest_error, tables
@@ -36,7 +35,6 @@ from mergepipe_pipeline.verbs.explain import (
     shares_picture,
     shares_table,
 )
-from mergepipe_pipeline.verbs.released import Brought
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.verbs.conflicts import ConflictReports
@@ -48,14 +46,6 @@ _MOST_REASONS = 8
 _MOST_TEXT, _MOST_EXPERTS = 900, 12
 
 
-def markdown_table(
-    headers: Sequence[str], rows: Sequence[Sequence[Any]]
-) -> dg.MarkdownMetadataValue:
-    """A Markdown table as the UI renders it; cells but links are shown letter by letter."""
-    lines = [_table_row(headers), "|" + "---|" * len(headers), *map(_table_row, rows)]
-    return dg.MetadataValue.md("\n".join(lines))
-
-
 def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> dg.TableMetadataValue:
     """A table that the UI shows in its place, however long; cells are shown letter by letter."""
     records = [
@@ -64,14 +54,6 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> dg.TableMeta
     ]
     columns = [dg.TableColumn(header) for header in headers]
     return dg.MetadataValue.table(records, dg.TableSchema(columns))
-
-
-def _table_row(cells: Sequence[Any]) -> str:
-    return "| " + " | ".join(map(_cell, cells)) + " |"
-
-
-def _cell(cell: Any) -> str:
-    return cell.markdown if isinstance(cell, Link) else markdown(str(cell))
 
 
 def description(text: str) -> str:
@@ -142,19 +124,6 @@ def budget_metadata(plan: MergePlan) -> Mapping[str, Any]:
     return {
         "budget GiB": "none" if e.budget_bytes is None else gib(e.budget_bytes),
         "expert GiB planned": gib(e.expert_bytes_planned),
-    }
-
-
-def brought_metadata(story: Brought, ref: Ref) -> Mapping[str, Any]:
-    """What a release brought, as a sentence, as a table, and each metric as a number."""
-    headers = ["", f"version {ref.number}"]
-    if story.before is not None:
-        headers.insert(1, f"version {story.before.number}")
-    rows = [row if story.before else (row[0], row[2]) for row in story.rows]
-    return {
-        "what changed": in_one_line(story.summary),
-        **({"figures": table(headers, rows)} if rows else {}),
-        **metrics_metadata(story.metrics),
     }
 
 
@@ -371,7 +340,7 @@ def conflict_metadata(reports: ConflictReports) -> Mapping[str, Any]:
             "largest standard error of a cosine": short(largest_error(report, "cosine_error")),
         }
         for title, (headers, rows) in tables(report, "layer").items():
-            shown[title] = markdown_table(headers, rows) if rows else "none"
+            shown[title] = table(headers, rows) if rows else "none"
         prefix = f"{stage}: " if len(reports) > 1 else ""
         meta |= {f"{prefix}{key}": value for key, value in shown.items()}
     return meta
@@ -383,26 +352,8 @@ def png(picture: bytes, description: str) -> dg.MarkdownMetadataValue:
     return dg.MetadataValue.md(f"![{description}](data:image/png;base64,{encoded})")
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
-    """A text that leads to a page."""
-
-    text: str
-    href: str
-
-    @property
-    def markdown(self) -> str:
-        """The link as Markdown; its text is shown letter by letter."""
-        return f"[{markdown(self.text)}]({self.href})"
-
-
-def expert_link(name: str) -> Link:
-    """To the partition of a checkpoint."""
-    return Link(name, f"/assets/expert_index?view=partitions&partition={quote(name, safe='')}")
-
-
 def dependents_link(expert: str) -> dg.MarkdownMetadataValue:
     """To all assets of recipes that use an expert, as they are when somebody follows the link."""
     chosen = quote(f'tag:"expert/{expert[:63]}"', safe="")
-    link = Link(f"all assets that use {expert}", f"/assets?asset-selection={chosen}")
-    return dg.MetadataValue.md(link.markdown)
+    text = markdown(f"all assets that use {expert}")
+    return dg.MetadataValue.md(f"[{text}](/assets?asset-selection={chosen})")

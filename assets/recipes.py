@@ -21,15 +21,12 @@ from mergepipe_pipeline.assets.experts import experts_used
 from mergepipe_pipeline.assets.labels import as_failure, asset_of, labels, problem_asset
 from mergepipe_pipeline.assets.layers import build_merge
 from mergepipe_pipeline.assets.metadata import (
-    brought_metadata,
     budget_metadata,
     conflict_metadata,
     description,
     error_metadata,
-    expert_link,
     gate_metadata,
     gib,
-    markdown_table,
     merge_metadata,
     metrics_metadata,
     operators_table,
@@ -37,6 +34,7 @@ from mergepipe_pipeline.assets.metadata import (
     recipe_metadata,
     report_metadata,
     stages_metadata,
+    table,
 )
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.digest import digest_json
@@ -59,10 +57,8 @@ from mergepipe_pipeline.verbs.deploy import (
     snapshot_recipe,
 )
 from mergepipe_pipeline.verbs.explain import plain_name
-from mergepipe_pipeline.verbs.released import brought
+from mergepipe_pipeline.verbs.gate import metrics_of, what_changed
 
-#: The tag of a run that planned with another budget than the recipe's.
-BUDGET_TAG = "mergepipe/budget"
 #: The blocking checks of a snapshot, and what each says.
 _AUDITS = {
     "every_byte_verified": (
@@ -129,17 +125,13 @@ def _plan(file: RecipeFile) -> dg.AssetsDefinition:
         after=["conflicts", experts_used(file)],
         pool="disk_write" if len(file.stages) > 1 else None,
     )
-    def plan(
-        context: dg.AssetExecutionContext, mergepipe: MergePipe, engine: Engine
-    ) -> dg.MaterializeResult[None]:
+    def plan(mergepipe: MergePipe, engine: Engine) -> dg.MaterializeResult[None]:
         """Decides what is read of which expert under the budget, and bounds what that loses.
 
         Stages before the last are merged here: what they give is what the plan reads. Below are the
         recipe, what it costs and loses, and what any other budget would.
         """
         started = time.monotonic()
-        if engine.budget is not None:
-            context.instance.add_run_tags(context.run_id, {BUDGET_TAG: engine.budget})
         made = plan_recipe(mergepipe.warehouse, file, budget=engine.budget)
         seconds = round(time.monotonic() - started, 3)
         return dg.MaterializeResult(
@@ -184,6 +176,10 @@ def _snapshot(file: RecipeFile) -> dg.AssetsDefinition:
         made, cost = snapshot_recipe(mergepipe.warehouse, file.name, engine.options)
         plan = current_plan(mergepipe.warehouse, file.name)
         selectors = by_expert(plan.request.selected)
+        inputs = [
+            (i.role, plain_name(i.name), i.content_sha256[:16], selectors.get(i.name, ""))
+            for i in made.manifest.inputs
+        ]
         return dg.MaterializeResult(
             data_version=dg.DataVersion(made.snapshot_id),
             metadata={
@@ -195,18 +191,7 @@ def _snapshot(file: RecipeFile) -> dg.AssetsDefinition:
                 **error_metadata(plan),
                 "plan id": plan.plan_id,
                 "operators": operators_table(plan),
-                "inputs": markdown_table(
-                    ("role", "name", "content sha256", "selector"),
-                    [
-                        (
-                            i.role,
-                            expert_link(i.name) if i.name in file.members else plain_name(i.name),
-                            i.content_sha256[:16],
-                            selectors.get(i.name, ""),
-                        )
-                        for i in made.manifest.inputs
-                    ],
-                ),
+                "inputs": table(("role", "name", "content sha256", "selector"), inputs),
             },
         )
 
@@ -333,7 +318,8 @@ def _release(file: RecipeFile) -> dg.AssetsDefinition:
         return dg.MaterializeResult(
             data_version=dg.DataVersion(ref.snapshot_id),
             metadata={
-                **brought_metadata(brought(mergepipe.warehouse, file, ref), ref),
+                "what changed": in_one_line(what_changed(mergepipe.warehouse, ref)),
+                **metrics_metadata(metrics_of(mergepipe.warehouse, file, ref)),
                 **budget_metadata(plan),
                 "ref": ref.name,
                 "ref version": ref.number,
@@ -422,7 +408,7 @@ def _traced_metadata(traced: Traced | None) -> dict[str, Any]:
         "refused": in_one_line(done.verdict),
         "changed": in_one_line(regression.changes.summary),
         "cost at most": traced.prepared.cost.summary,
-        "candidates": markdown_table(("undone", "in layers", "passes", "the gate says"), rows),
+        "candidates": table(("undone", "in layers", "passes", "the gate says"), rows),
         "refused snapshot id": done.refused,
         "live snapshot id": done.live,
     }

@@ -116,12 +116,10 @@ def _front(standing: StandingSearch) -> dg.AssetsDefinition:
         The hypervolume is what the front covers above the worst values.
         """
         results, search = _results(mergepipe, standing)
+        shown = find_front(mergepipe.warehouse, search)
         return dg.MaterializeResult(
             data_version=dg.DataVersion(results),
-            metadata={
-                "front": _picture(find_front(mergepipe.warehouse, search)),
-                **_front_metadata(find_front(mergepipe.warehouse, search)),
-            },
+            metadata={"front": _picture(shown), **_front_metadata(shown)},
         )
 
     return front

@@ -6,7 +6,7 @@ from typing import Any
 import dagster as dg
 
 from mergepipe_pipeline.assets.labels import as_failure, owners
-from mergepipe_pipeline.assets.metadata import description, gib, markdown_table
+from mergepipe_pipeline.assets.metadata import description, gib, table
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.settings import KEEP_VERSIONS
 from mergepipe_pipeline.verbs.gc import GcReport, collect
@@ -45,6 +45,6 @@ def _metadata(done: GcReport, free_nbytes: int) -> dict[str, Any]:
         "GiB removed": gib(done.nbytes),
         "files removed": done.files,
         "versions kept": KEEP_VERSIONS.text or KEEP_VERSIONS.shown,
-        **({"snapshots removed": markdown_table(("snapshot",), rows)} if rows else {}),
+        **({"snapshots removed": table(("snapshot",), rows)} if rows else {}),
         **({"notes": dg.MetadataValue.md(notes)} if notes else {}),
     }

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, standing_recipes
-from mergepipe_pipeline.domain.evaluation import Evaluation, Evaluator, Verdict
+from mergepipe_pipeline.domain.evaluation import Evaluation, Evaluator, Metrics, Verdict
 from mergepipe_pipeline.domain.snapshot import Ref, Snapshot
 from mergepipe_pipeline.errors import (
     EvaluationError,
@@ -126,6 +126,33 @@ def _since(warehouse: Warehouse, live: Ref, snapshot: Snapshot) -> str:
         named = load_snapshot(warehouse.snapshots, live.snapshot_id)
         return changes_between(warehouse, named, snapshot).summary
     return ""
+
+
+def what_changed(warehouse: Warehouse, ref: Ref) -> str:
+    """What a version of a ref changed since the last version of another snapshot, in a sentence.
+
+    Raises CorruptionError where the version itself cannot be read.
+    """
+    from mergepipe_pipeline.quality.regression import changes_between
+
+    versions = warehouse.refs.history(ref.name)
+    others = [r for r in versions if r.number < ref.number and r.snapshot_id != ref.snapshot_id]
+    if not others:
+        return f"the first version of {ref.name}"
+    now, before = load_snapshot(warehouse.snapshots, ref.snapshot_id), others[-1]
+    with suppress(MergePipeError):
+        one = load_snapshot(warehouse.snapshots, before.snapshot_id)
+        return f"since version {before.number}: {changes_between(warehouse, one, now).what}"
+    return f"version {before.number} cannot be read any more, so nothing says what changed"
+
+
+def metrics_of(warehouse: Warehouse, file: RecipeFile, ref: Ref) -> Metrics:
+    """What the recipe's evaluator measured of a version; empty where it did not, or is gone."""
+    evaluator, found = file.recipe.evaluator, None
+    if evaluator is not None:
+        with suppress(MergePipeError):
+            found = kept(warehouse, ref.snapshot_id, evaluator_id(evaluator, warehouse.recipes))
+    return found.metrics if found else {}
 
 
 def live_ref(warehouse: Warehouse, ref: str) -> Ref | None:

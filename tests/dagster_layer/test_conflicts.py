@@ -11,7 +11,7 @@ import pytest
 from mergepipe_pipeline.definitions import build_definitions
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.dagster_layer.conftest import Drop
+from tests.dagster_layer.conftest import Drop, plain, records_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 
@@ -34,7 +34,7 @@ def metadata(home: Warehouse, drop: Drop) -> dict[str, object]:
     with dg.DagsterInstance.ephemeral() as instance:
         result = dg.materialize([asset], instance=instance, resources=graph.resources)
         (made,) = result.asset_materializations_for_node("a__conflicts")
-    return {name: value.value for name, value in made.metadata.items()}
+    return plain(made.metadata)
 
 
 def test_the_metadata_has_figures_with_errors_and_tables(metadata: dict[str, object]) -> None:
@@ -42,14 +42,9 @@ def test_the_metadata_has_figures_with_errors_and_tables(metadata: dict[str, obj
     for figure in ("standard error of the interference", "largest standard error of a cosine"):
         assert isinstance(error := metadata[figure], float)
         assert 0 < error < 0.2
-    cosines, layers = str(metadata["cosines"]).splitlines(), str(metadata["by layer"]).splitlines()
-    assert len(cosines) == 2 + 3
-    assert [line.split("|")[1].strip() for line in layers[2:]] == [
-        "embed",
-        "layer.00",
-        "layer.01",
-        "head",
-    ]
+    assert len(records_of(metadata["cosines"])) == 3
+    layers = [row["layer"] for row in records_of(metadata["by layer"])]
+    assert layers == ["embed", "layer.00", "layer.01", "head"]
 
 
 def test_the_heat_map_is_a_small_png_inside_markdown(metadata: dict[str, object]) -> None:

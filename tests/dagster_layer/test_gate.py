@@ -76,10 +76,7 @@ def test_a_worse_version_never_reaches_the_ref_and_a_mended_one_does_by_itself(
     assert str(told["what changed"]).startswith(
         "since version 1: expert_00 changed from version 1 to version 3; 1 of "
     )
-    rows = {row[""]: row for row in records_of(told["figures"])}
-    assert rows["largest"]["version 1"] == f"{live:.10g}"
-    assert rows["largest"]["version 2"] == f"{told['largest']:.10g}"
-    assert rows["predicted loss"]["version 2"] == "0.0 %"
+    assert told["largest"] == live
     assert ticker.tick() == []
     ticker.reasons()
     (row,) = records_of(shown(instance, "pipeline_status")["recipes"])

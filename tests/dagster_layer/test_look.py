@@ -153,7 +153,7 @@ def test_an_expert_leads_to_its_recipes_and_a_snapshot_to_its_manifest_and_input
     assert " of " in str(first["expert_00"])
     assert report.keys() & shown(instance, "a", "plan").keys() == {"plan id"}
     assert Path(str(snapshot["manifest"])).is_file()
-    assert "](/assets/expert_index?view=partitions&partition=expert_00)" in str(snapshot["inputs"])
+    assert {"base", "expert_00"} == {row["name"] for row in records_of(snapshot["inputs"])}
     assert release["snapshot"] == dg.AssetKey(["a", "snapshot"])
     assert 0 < float(str(snapshot["expert GiB read"])) < 0.01
     plan = current_plan(home, "a")
