@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from math import isnan, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from mergepipe_pipeline.cli.common import (
 from mergepipe_pipeline.text import in_one_line, size, visible
 
 if TYPE_CHECKING:
-    from mergepipe_pipeline.domain.evaluation import Evaluation, Evaluator
+    from mergepipe_pipeline.domain.evaluation import Evaluation
     from mergepipe_pipeline.quality.bisection import Bisection
     from mergepipe_pipeline.verbs.search import Bound, Front, Result, Search, SearchState
     from mergepipe_pipeline.warehouse import Warehouse
@@ -58,52 +57,23 @@ def _record(warehouse: Warehouse, evaluation: Evaluation) -> dict[str, Any]:
 
 @click.command()
 @click.argument("snapshot", metavar="SNAPSHOT|REF")
-@click.option("--recipe", type=click.Path(), help="Measure as this recipe's `evaluate:` says.")
-@click.option("--command", "command", help="Run this command, split at blanks, without a shell.")
 @click.option(
-    "--perplexity", "text", type=click.Path(), help="Perplexity of this text, or `text` of JSONL."
-)
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=click.FloatRange(min=0, min_open=True),
-    help="Seconds for --command and --perplexity (600).",
-)
-@click.option(
-    "--env",
-    "env",
-    metavar="NAME",
-    multiple=True,
-    help="Let the command see this variable though its name says that it is a secret; repeatable.",
+    "--recipe", type=click.Path(), required=True, help="Measure as this recipe's `evaluate:` says."
 )
 @click.option("--fresh", is_flag=True, help="Measure again what was measured before.")
 @verb
-def evaluate(
-    console: Console,
-    snapshot: str,
-    recipe: str | None,
-    command: str | None,
-    text: str | None,
-    timeout_s: float | None,
-    env: tuple[str, ...],
-    fresh: bool,
-) -> None:
-    """Measure a snapshot, and keep what was measured; no ref changes.
-
-    The command gets the snapshot's path as its last argument and in MERGEPIPE_SNAPSHOT, and prints
-    a JSON object of numbers as its last line.
-    """
+def evaluate(console: Console, snapshot: str, recipe: str, fresh: bool) -> None:
+    """Measure a snapshot, and keep what was measured; no ref changes."""
     from mergepipe_pipeline.execution.lookup import snapshot_of
     from mergepipe_pipeline.quality.measure import evaluate as run
+    from mergepipe_pipeline.resolution.recipe_text import load_recipe
     from mergepipe_pipeline.snapshots.find import load_snapshot
+    from mergepipe_pipeline.verbs.gate import require_evaluator
 
-    if sum(given is not None for given in (recipe, command, text)) != 1:
-        raise click.UsageError("give one of --recipe, --command and --perplexity")
     home = console.warehouse
-    evaluator, folder = _evaluator(home, recipe, command, text, timeout_s)
-    evaluator = replace(evaluator, env=(*evaluator.env, *env))
+    evaluator = require_evaluator(load_recipe(recipe, home))
     found = load_snapshot(home.snapshots, snapshot_of(home, snapshot))
-    evaluation = run(home, found, evaluator, folder, fresh=fresh)
+    evaluation = run(home, found, evaluator, recipe_folder(recipe), fresh=fresh)
     record = _record(home, evaluation)
     console.show(
         record,
@@ -112,32 +82,6 @@ def evaluate(
         f"  by {evaluation.evaluator}, {evaluation.created}, in {evaluation.seconds:.1f} s",
         f"  log {record['log']}",
     )
-
-
-def _evaluator(
-    warehouse: Warehouse,
-    recipe: str | None,
-    command: str | None,
-    text: str | None,
-    timeout_s: float | None,
-) -> tuple[Evaluator, Path]:
-    """The evaluator that the options name, and the folder of its paths."""
-    from mergepipe_pipeline.domain.evaluation import Evaluator, Perplexity
-    from mergepipe_pipeline.resolution.recipe_text import load_recipe
-    from mergepipe_pipeline.verbs.gate import require_evaluator
-
-    if recipe is not None:
-        return require_evaluator(load_recipe(recipe, warehouse)), recipe_folder(recipe)
-    limit_s = Evaluator().timeout_s if timeout_s is None else timeout_s
-    if text is not None:
-        return Evaluator(perplexity=Perplexity(text), timeout_s=limit_s), Path.cwd()
-    try:
-        words = tuple(shlex.split(command or ""))
-    except ValueError as error:
-        raise click.BadParameter(f"{command!r}: {error}.", param_hint="--command") from None
-    if not words:
-        raise click.BadParameter("it is empty.", param_hint="--command")
-    return Evaluator(words, timeout_s=limit_s), Path.cwd()
 
 
 @click.command()

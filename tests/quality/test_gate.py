@@ -273,11 +273,11 @@ def test_evaluate_measures_any_snapshot_and_prints_it_for_machines(
     home: Warehouse, tmp_path: Path
 ) -> None:
     (tmp_path / "e.py").write_text("print('{\"a\": 1.5}')")
-    command = f"python {tmp_path / 'e.py'}"
-    code, told = cli(home, "evaluate", "n", "--command", command, "--json")
+    other = home.recipe_path("n").read_text().partition("evaluate:")[0]
+    (tmp_path / "o.yml").write_text(f"{other}evaluate: {{command: [python, e.py]}}\n")
+    code, told = cli(home, "evaluate", "n", "--recipe", tmp_path / "o.yml", "--json")
     assert (code, json.loads(told)["metrics"]) == (0, {"a": 1.5})
     assert Path(json.loads(told)["log"]).read_text().endswith('{"a": 1.5}\n')
     code, told = cli(home, "evaluate", "n", "--recipe", home.recipe_path("n"))
     assert (code, "largest  0." in told) == (0, True)
     assert cli(home, "evaluate", "n")[0] == 2
-    assert cli(home, "evaluate", "n", "--command", "'")[0] == 2
