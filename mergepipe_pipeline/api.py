@@ -9,7 +9,6 @@ Models are registered names or paths; what is not known yet is registered and an
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,10 +19,11 @@ import yaml
 from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.domain.snapshot import Manifest
 from mergepipe_pipeline.engine.options import EngineOptions
-from mergepipe_pipeline.errors import BudgetError, RecipeError
+from mergepipe_pipeline.errors import RecipeError
 from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.execution.stages import plan_in_stages
 from mergepipe_pipeline.progress import Progress
+from mergepipe_pipeline.recipe.budget import parse_amount
 from mergepipe_pipeline.resolution.recipe_text import SCHEMAS, parse
 from mergepipe_pipeline.resolution.selected import Registered
 from mergepipe_pipeline.warehouse import Warehouse
@@ -73,7 +73,7 @@ class Planner:
             "seed": seed,
             "parameters": dict(parameters or {}),
             "strategy": strategy,
-            "budget": _budget_nbytes(budget_mb),
+            "budget": None if budget_mb is None else _nbytes(budget_mb),
         }
         if out_dtype:
             recipe["out_dtype"] = out_dtype
@@ -106,20 +106,9 @@ def _models(
     ]
 
 
-def _budget_nbytes(budget_mb: float | None) -> int | None:
+def _nbytes(budget_mb: float) -> int | None:
     """Megabytes in bytes. Raises BudgetError for what is no amount."""
-    if budget_mb is None:
-        return None
-    is_number = isinstance(budget_mb, int | float) and not isinstance(budget_mb, bool)
-    if not is_number or not math.isfinite(budget_mb) or budget_mb < 0:
-        raise BudgetError(
-            "A budget is no amount of megabytes",
-            where="Planner.plan, budget_mb",
-            expected="a number that is not negative, or None for no limit",
-            found=repr(budget_mb),
-            next_step="give megabytes (10⁶ bytes) of expert weights; recipes take percents, too",
-        )
-    return int(budget_mb * 1_000_000)
+    return parse_amount(f"{budget_mb}MB", "Planner.plan, budget_mb").nbytes
 
 
 def _wrong(argument: str, expected: str, found: object) -> RecipeError:
