@@ -1,6 +1,4 @@
-"""When a recipe is to be merged: checks its cron schedule and time zone, and says when it fires.
-
-Knows no Dagster, and reckons as its daemon does.
+"""When a recipe is to be merged: checks its cron schedule and time zone. Knows no Dagster.
 
 A schedule has five fields and fires at least once. Forms that other parsers read differently (`?`,
 `L`, `#`, `@daily`, ranges that wrap) are refused.
@@ -9,8 +7,6 @@ A schedule has five fields and fires at least once. Forms that other parsers rea
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from datetime import UTC, date, datetime, timedelta
 from zoneinfo import ZoneInfo
 
 _NAMES = ("minute", "hour", "day", "month", "weekday")
@@ -44,7 +40,7 @@ def is_time_zone(name: str) -> bool:
 
 
 def cron_problem(schedule: str) -> str | None:
-    """What is wrong with the schedule, or None."""
+    """Say what is wrong with the schedule; None: nothing is."""
     fields = schedule.lower().split()
     if len(fields) != len(_RANGES):
         return f"expected five fields ({' '.join(_NAMES)}), found {len(fields)}"
@@ -66,63 +62,13 @@ def cron_problem(schedule: str) -> str | None:
     return None
 
 
-def next_time(schedule: str, zone: str, after: datetime) -> datetime:
-    """The first time after `after` at which a schedule without a problem fires, in its zone.
-
-    A time that the clocks leave out becomes the first one after the gap, and of two equal times
-    the later one counts; a schedule of every hour leaves out the first and takes both.
-    """
-    tz = ZoneInfo(zone)
-    fields = [_values(field, i) or set() for i, field in enumerate(schedule.lower().split())]
-    minutes, hours, _, _, _ = fields
-    is_hourly = len(hours) == 24
-    day = after.astimezone(tz).date()
-    while True:
-        if _is_day(day, fields):
-            walls = (
-                datetime(day.year, day.month, day.day, hour, minute, tzinfo=tz)
-                for hour in hours
-                for minute in minutes
-            )
-            instants = (at for wall in walls for at in _instants(wall, is_hourly=is_hourly))
-            found = min((at for at in instants if at > after), default=None)
-            if found is not None:
-                return found.astimezone(tz)
-        day += timedelta(days=1)
-
-
-def when_merged(trigger: str, schedule: str | None, zone: str, now: datetime) -> str:
+def when_merged(trigger: str, schedule: str | None, zone: str) -> str:
     """When the standing pipeline merges a recipe with this trigger and schedule, in words."""
     if trigger == "manual":
         return "merged only on request"
     parts = ["whenever an expert or the recipe changes"] if trigger == "change" else []
-    if schedule is not None:
-        following = next_time(schedule, zone, now).isoformat(" ", "minutes")
-        parts.append(f"by schedule {schedule!r} ({zone}), next at {following}")
+    parts += [] if schedule is None else [f"by schedule {schedule!r} ({zone})"]
     return f"merged {', and '.join(parts)}"
-
-
-def _is_day(day: date, fields: list[set[int]]) -> bool:
-    """Whether a schedule fires on a day: of two restricted fields for it, one is enough."""
-    _, _, days, months, weekdays = fields
-    weekdays = {value % 7 for value in weekdays}
-    by_day, by_weekday = day.day in days, day.isoweekday() % 7 in weekdays
-    is_either = len(days) < 31 and len(weekdays) < 7
-    return day.month in months and (by_day or by_weekday if is_either else by_day and by_weekday)
-
-
-def _instants(wall: datetime, *, is_hourly: bool) -> Iterator[datetime]:
-    """The instants, in UTC, that a time on the wall stands for."""
-    while not is_hourly and not _exists(wall):
-        wall += timedelta(minutes=1)
-    if _exists(wall):
-        for fold in (0, 1) if is_hourly else (1,):
-            yield wall.replace(fold=fold).astimezone(UTC)
-
-
-def _exists(wall: datetime) -> bool:
-    there = wall.astimezone(UTC).astimezone(wall.tzinfo)
-    return there.replace(tzinfo=None) == wall.replace(tzinfo=None)
 
 
 def _values(field: str, number: int) -> set[int] | None:

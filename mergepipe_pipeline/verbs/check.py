@@ -6,7 +6,6 @@ What packs of analysed experts would take is estimated besides, from some chunks
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Unpack
 
 from mergepipe_pipeline.domain.output import is_merged
@@ -66,7 +65,7 @@ def check(warehouse: Warehouse, parsed: ParsedRecipe, **planning: Unpack[Plannin
     packed = tuple(_packed(warehouse, stage) for stage in stages)
     estimates = {p.name: p for stage in stages for p in estimates_of_recipe(warehouse, stage)}
     egress = egress_of_recipe(warehouse, last)
-    when = when_merged(parsed.trigger, parsed.schedule, parsed.timezone, datetime.now(UTC))
+    when = when_merged(parsed.trigger, parsed.schedule, parsed.timezone)
     seconds = expected_s(warehouse, sum(map(nbytes_of_recipe, stages)))
     return Check(stages, packed, when, seconds, tuple(estimates.values()), egress)
 
