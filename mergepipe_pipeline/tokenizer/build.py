@@ -39,7 +39,7 @@ class ModelRows:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What rows are found for: output `tokens` (token to row), of `n_rows`, and the models'.
+    """The vocabulary of rows: output `tokens` (token to row), of `n_rows`, and the models'.
 
     `models` holds per model token to own row, `n_model_rows` the rows of its embedding, `names` how
     messages call it. `base` gives rows before a mean is taken.
@@ -178,7 +178,8 @@ def build_tokenizer(
         _add_union(plain, added, [source, *(m for i, m in enumerate(tokenizers) if i != lead)])
     _append(plain, added, [AddedToken(r.token, -1) for r in recipe.tokens])
     vocab = {**plain, **{t.content: t.id for t in added.values()}}
-    n_rows = _padded(max(vocab.values(), default=-1) + 1, recipe.pad_to_multiple_of)
+    multiple = recipe.pad_to_multiple_of or 1
+    n_rows = -(-(max(vocab.values(), default=-1) + 1) // multiple) * multiple
     vocabulary = Vocabulary(
         vocab,
         n_rows,
@@ -232,20 +233,6 @@ def _append(
         if token.content and token.content not in plain and token.content not in added:
             added[token.content] = replace(token, id=next_id)
             next_id += 1
-
-
-def _padded(n: int, multiple: int | None) -> int:
-    if multiple is None:
-        return n
-    if multiple < 1:
-        raise RecipeError(
-            "An embedding cannot be padded to such a multiple",
-            where="tokenizer, pad_to_multiple_of",
-            expected="a whole number from 1",
-            found=str(multiple),
-            next_step="correct it, or leave it out",
-        )
-    return -(-n // multiple) * multiple
 
 
 def _by_token(rules: Sequence[TokenRule]) -> dict[str, TokenRule]:

@@ -111,7 +111,7 @@ def read_tokenizer(name: str, files: Mapping[str, bytes], n_rows: int) -> ModelT
     config = json_object(kept, CONFIG, name)
     added = number(plain, stated, _configured(kept, config, name))
     if not plain and not added:
-        raise _damaged(f"{name}, its tokenizer", "a vocabulary with tokens", "none")
+        raise damaged(f"{name}, its tokenizer", "a vocabulary with tokens", "none")
     return ModelTokenizer(name, kept, n_rows, plain, added)
 
 
@@ -144,7 +144,7 @@ def _text(files: Mapping[str, bytes], file: str, name: str) -> str:
     try:
         return files[file].decode()
     except UnicodeDecodeError as error:
-        raise _damaged(f"{name}/{file}", "UTF-8 text", str(error)) from error
+        raise damaged(f"{name}/{file}", "UTF-8 text", str(error)) from error
 
 
 def _plain_of(document: dict[str, Any], name: str) -> dict[str, int]:
@@ -158,19 +158,19 @@ def _plain_of(document: dict[str, Any], name: str) -> dict[str, int]:
         isinstance(e, list) and e and isinstance(e[0], str) for e in vocab
     ):
         return _ids({e[0]: i for i, e in enumerate(vocab)}, where)
-    raise _damaged(where, "an object of ids or a list of (token, score)", type(vocab).__name__)
+    raise damaged(where, "an object of ids or a list of (token, score)", type(vocab).__name__)
 
 
 def _ids(value: dict[str, Any], where: str) -> dict[str, int]:
     for token, id_ in value.items():
         if not isinstance(token, str) or type(id_) is not int or not 0 <= id_ < 2**31:
-            raise _damaged(where, "ids from 0 to 2^31 - 1", f"{token!r:.80}: {id_!r:.80}")
+            raise damaged(where, "ids from 0 to 2^31 - 1", f"{token!r:.80}: {id_!r:.80}")
     return value
 
 
 def _added_of(entries: Any, name: str, file: str = TOKENIZER) -> list[AddedToken]:
     if not isinstance(entries, list):
-        raise _damaged(f"{name}/{file}, added tokens", "a list", type(entries).__name__)
+        raise damaged(f"{name}/{file}, added tokens", "a list", type(entries).__name__)
     return [_added_token(e, f"{name}/{file}, added tokens") for e in entries]
 
 
@@ -179,7 +179,7 @@ def _added_token(entry: Any, where: str, *, special: bool = False) -> AddedToken
     if isinstance(entry, str):
         return AddedToken(entry, -1, special, normalized=not special)
     if not isinstance(entry, dict) or not isinstance(entry.get("content"), str):
-        raise _damaged(where, "a token, or an object with `content`", repr(entry)[:80])
+        raise damaged(where, "a token, or an object with `content`", repr(entry)[:80])
     is_special = bool(entry.get("special", special)) or special
     return AddedToken(
         entry["content"],
@@ -220,12 +220,13 @@ def _specials(named: Mapping[str, Any], name: str) -> list[AddedToken]:
     for key in _EXTRA_KEYS:
         extra = named.get(key) or []
         if not isinstance(extra, list | dict):
-            raise _damaged(f"{name}/{CONFIG}, {key}", "a list or an object", repr(extra)[:80])
+            raise damaged(f"{name}/{CONFIG}, {key}", "a list or an object", repr(extra)[:80])
         values += list(extra.values()) if isinstance(extra, dict) else extra
     return [_added_token(v, f"{name}/{CONFIG}, special tokens", special=True) for v in values]
 
 
-def _damaged(where: str, expected: str, found: str) -> CheckpointError:
+def damaged(where: str, expected: str, found: str) -> CheckpointError:
+    """The error for a file that is no tokenizer's."""
     return CheckpointError(
         "A tokenizer file cannot be read",
         where=where,

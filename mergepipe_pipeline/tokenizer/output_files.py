@@ -22,6 +22,7 @@ from mergepipe_pipeline.tokenizer.model_tokenizer import (
     VOCAB_TXT,
     AddedToken,
     ModelTokenizer,
+    damaged,
     json_object,
     number,
 )
@@ -69,13 +70,7 @@ def _possible(merge: Any, plain: Mapping[str, int], name: str) -> bool:
     """Whether both parts and the whole of a merge (a pair, or text with a blank) are tokens."""
     parts = merge.split(" ") if isinstance(merge, str) else merge
     if not isinstance(parts, list) or len(parts) != 2 or not all(isinstance(p, str) for p in parts):
-        raise CheckpointError(
-            "A tokenizer file cannot be read",
-            where=f"{name}/{TOKENIZER}, model.merges",
-            expected="pairs of tokens",
-            found=repr(merge)[:80],
-            next_step="copy the model's tokenizer files again",
-        )
+        raise damaged(f"{name}/{TOKENIZER}, model.merges", "pairs of tokens", repr(merge)[:80])
     return all(token in plain for token in (*parts, "".join(parts)))
 
 

@@ -39,7 +39,7 @@ _MISSING = object()
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """What one model says of its tokens' ids, and its vocabulary.
+    """One model's statement of its tokens' ids, and its vocabulary.
 
     `generation` is None for a model without generation_config.json; `eos` is the token that its
     tokenizer names as the end.
@@ -68,7 +68,7 @@ class Statement:
 def statement_of(
     tokenizer: ModelTokenizer, name: str, config: Mapping[str, Any], files: Mapping[str, bytes]
 ) -> Statement:
-    """What a model's config and its other files say. Raises CheckpointError."""
+    """The statement of a model's config and its other files. Raises CheckpointError."""
     generation = json_object(files, GENERATION, name) if GENERATION in files else None
     eos: Any = None
     for file in (CONFIG, SPECIAL_MAP):
@@ -112,7 +112,7 @@ class _Ids:
 def followed(
     own: Statement, source: Statement, ending: Statement, vocab: Mapping[str, int], n_rows: int
 ) -> Followed:
-    """What becomes of the ids in the files of the model `own`.
+    """Follow the ids in the files of the model `own`.
 
     `source` is the model whose tokenizer the output builds on, `ending` the one whose template it
     has; `vocab` is the output's, with `n_rows` rows. Raises IncompatibleCheckpointsError for an id

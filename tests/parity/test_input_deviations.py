@@ -16,7 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from safetensors.torch import load_file, save_file
 
 from mergepipe_pipeline.errors import CheckpointError, RecipeError
-from mergepipe_pipeline.tokenizer.chat import BUILT_IN
+from mergepipe_pipeline.tokenizer.chat import BUILT_IN, built_in
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.execution.test_run import run
 from tests.parity.conftest import FamilyOf
@@ -229,8 +229,8 @@ def test_chat_templates_by_name_render_as_mergekits_for_chatml_alone() -> None:
         name: jinja.from_string(
             importlib.resources.files(chat_templates).joinpath(f"{name}.jinja").read_text()
         ).render(words)
-        == jinja.from_string(text).render(words)
-        for name, text in BUILT_IN.items()
+        == jinja.from_string(built_in(name)).render(words)
+        for name in BUILT_IN
     }
     assert equal == {name: name == "chatml" for name in BUILT_IN}
 

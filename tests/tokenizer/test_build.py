@@ -193,11 +193,6 @@ def test_a_rule_that_cannot_be_followed_is_refused(rule: TokenRule, message: str
         build_tokenizer(TokenizerRecipe("union", (rule,)), models, 0)
 
 
-def test_padding_to_a_multiple_below_one_is_refused() -> None:
-    with pytest.raises(RecipeError, match="padded to such a multiple"):
-        build_tokenizer(TokenizerRecipe("union", (), 0), [words("a", {"x": 0})], 0)
-
-
 def pieces(n_rows: int) -> ModelTokenizer:
     """A byte-pair tokenizer with ids 0 to 5 and two added tokens behind."""
     vocab = {t: i for i, t in enumerate(["<unk>", "a", "b", "c", "ab", "abc"])}
