@@ -249,10 +249,10 @@ class _Adapter:
             found = f"A {list(factors.a.shape)} and B {list(factors.b.shape)}"
             what = "of another rank than its config says"
             raise self._bad(any_entry, what, f"rank {rank}{of}", found)
-        if magnitude is not None and not self.config.keeps_lengths:
+        if magnitude is not None and not self.config.use_dora:
             found = "no use_dora in its config"
             raise self._bad(magnitude, "of unknown meaning", "none of lengths", found)
-        if self.config.keeps_lengths and magnitude is None:
+        if self.config.use_dora and magnitude is None:
             expected = f"lora_{MAGNITUDE} (DoRA)"
             raise self._bad(any_entry, "without its partner", expected, "lora_A and lora_B")
         return factors

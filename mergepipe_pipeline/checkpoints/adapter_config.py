@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from math import sqrt
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from mergepipe_pipeline.errors import CheckpointError
 from mergepipe_pipeline.storage.json_text import load_object
@@ -19,7 +20,6 @@ from mergepipe_pipeline.storage.json_text import load_object
 _LARGEST = 3.4028234663852886e38  # of float32, in which updates are computed
 #: Patterns that leave a matcher no choice.
 _PLAIN = re.compile(r"(?:[A-Za-z0-9_.^$-]|\\[.dw])*")
-_Number = TypeVar("_Number", int, float)
 #: What an initialisation subtracts from the base's weights, by its method's name.
 Start = Literal["", "pissa", "olora"]
 
@@ -64,24 +64,6 @@ _WITHOUT_EFFECT = frozenset(
         "velora_config",
     }
 )
-_READ = frozenset(
-    {
-        "alpha_pattern",
-        "bias",
-        "ensure_weight_tying",
-        "fan_in_fan_out",
-        "init_lora_weights",
-        "lora_alpha",
-        "modules_to_save",
-        "peft_type",
-        "r",
-        "rank_pattern",
-        "target_parameters",
-        "trainable_token_indices",
-        "use_dora",
-        "use_rslora",
-    }
-)
 #: Initialisations that leave the base's weights as they are; the others subtract from them.
 _KEEPS_BASE = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 _CONVERTIBLE = ("pissa", "corda", "lora_ga")
@@ -91,32 +73,95 @@ _REPEATABLE: dict[str, Start] = {"pissa": "pissa", "olora": "olora"}
 _BIASES = (None, "none", "all", "lora_only")
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterConfig:
-    """The part of a LoRA config that tensors' values depend on.
+def _checked(
+    expected: str, is_right: Callable[[Any], bool], convert: Callable[[Any], Any] | None = None
+) -> AfterValidator:
+    """For `Annotated[Any, …]`: what is not right is refused as not `expected`."""
 
-    `rank_pattern` and `alpha_pattern` are (regex, value) in order: the first that matches counts.
-    `keeps_lengths`: rows have lengths of their own (DoRA); `start` names what was subtracted from
-    the base first, from which the factors set out. `parameters` are updated under their own names;
-    `tokens` are the rows of retrained tokens by the module's name (empty: any).
+    def check(value: Any) -> Any:
+        if not is_right(value):
+            raise ValueError(expected)
+        return value if convert is None else convert(value)
+
+    return AfterValidator(check)
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        is_real = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_real and abs(float(value)) <= _LARGEST
+    except OverflowError:
+        return False
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(n, str) and n for n in value)
+
+
+def _is_pattern(pattern: str) -> bool:
+    try:
+        re.compile(rf"(.*\.)?({pattern})$")
+        _matches(pattern, "")
+    except (re.error, RecursionError, ValueError):
+        return False
+    return True
+
+
+def _tokens(value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    by_module = value if isinstance(value, dict) else {"": value}
+    for rows in by_module.values():
+        numbers = rows if isinstance(rows, list) else [None]
+        if not all(type(n) is int and 0 <= n < 1 << 31 for n in numbers):
+            raise ValueError("a list of tokens, or an object of a module's name to one")
+        if len(set(numbers)) < len(numbers):
+            raise ValueError("every token once")
+    return tuple((module, tuple(rows)) for module, rows in by_module.items())
+
+
+_Flag = Annotated[Any, _checked("true or false", lambda v: isinstance(v, bool | None), bool)]
+_Rank = Annotated[
+    Any, _checked("a rank from 1 to 2^31", lambda v: type(v) is int and 0 < v <= 1 << 31)
+]
+_Number = Annotated[Any, _checked("a finite number that float32 can hold", _is_number, float)]
+_OrNone = BeforeValidator(lambda value: value or {})
+_Pattern = Annotated[
+    str, _checked("a regular expression without lookaround and back references", _is_pattern)
+]
+_Names = Annotated[
+    Any,
+    BeforeValidator(lambda value: value or []),
+    _checked("a list of modules' names", _are_names, tuple),
+]
+
+
+class AdapterConfig(BaseModel):
+    """The part of a LoRA config that tensors' values depend on, under PEFT's keys.
+
+    Of patterns (regex to value) the first that matches counts. `use_dora`: rows have lengths of
+    their own; `start` names what was subtracted from the base first, from which the factors set
+    out. `target_parameters` are updated under their own names; `trainable_token_indices` are the
+    rows of retrained tokens by the module's name (empty: any).
     """
 
-    rank: int
-    alpha: float
-    rank_stabilized: bool
-    fan_in_fan_out: bool
-    rank_pattern: tuple[tuple[str, int], ...] = ()
-    alpha_pattern: tuple[tuple[str, float], ...] = ()
-    modules_to_save: tuple[str, ...] = ()
-    ensure_weight_tying: bool = False
-    keeps_lengths: bool = False
+    model_config = ConfigDict(frozen=True)
+
+    r: _Rank = 8
+    lora_alpha: _Number = 8.0
+    use_rslora: _Flag = False
+    fan_in_fan_out: _Flag = False
+    rank_pattern: Annotated[dict[_Pattern, _Rank], _OrNone] = {}
+    alpha_pattern: Annotated[dict[_Pattern, _Number], _OrNone] = {}
+    modules_to_save: _Names = ()
+    ensure_weight_tying: _Flag = False
+    use_dora: _Flag = False
+    target_parameters: _Names = ()
+    trainable_token_indices: Annotated[Any, _OrNone, AfterValidator(_tokens)] = ()
     start: Start = ""
-    parameters: tuple[str, ...] = ()
-    tokens: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def tokens_of(self, module: str) -> tuple[int, ...]:
         """Rows of the tokens that are retrained in a module; none without an entry for it."""
-        ends = (r for name, r in self.tokens if not name or f".{module}".endswith(f".{name}"))
+        tokens: tuple[tuple[str, tuple[int, ...]], ...] = self.trainable_token_indices
+        ends = (r for name, r in tokens if not name or f".{module}".endswith(f".{name}"))
         return next(ends, ())
 
     def retrains(self, module: str) -> bool:
@@ -125,13 +170,18 @@ class AdapterConfig:
 
     def rank_of(self, module: str) -> int:
         """The rank r of a module, by its name in the model that was adapted."""
-        return _first_match(self.rank_pattern, module, self.rank)
+        rank: int = _first_match(self.rank_pattern, module, self.r)
+        return rank
 
     def scale_of(self, module: str) -> float:
         """The factor of B·A: alpha / r, or alpha / √r if rank-stabilised (arXiv:2312.03732)."""
         rank = self.rank_of(module)
-        alpha = _first_match(self.alpha_pattern, module, self.alpha)
-        return alpha / (sqrt(rank) if self.rank_stabilized else rank)
+        alpha: float = _first_match(self.alpha_pattern, module, self.lora_alpha)
+        return alpha / (sqrt(rank) if self.use_rslora else rank)
+
+
+#: Keys that are read, here or before.
+_READ = AdapterConfig.model_fields.keys() | {"bias", "init_lora_weights", "peft_type"}
 
 
 def parse_adapter_config(text: str, where: str) -> AdapterConfig:
@@ -142,26 +192,14 @@ def parse_adapter_config(text: str, where: str) -> AdapterConfig:
     value = load_object(text, where, KIND)
     _refuse_other_methods(value, where)
     start = _start(value.get("init_lora_weights", True), where)
-    return AdapterConfig(
-        _positive_int(value.get("r", 8), "r", where),
-        _number(value.get("lora_alpha", 8), "lora_alpha", where),
-        _flag(value, "use_rslora", where),
-        _flag(value, "fan_in_fan_out", where),
-        tuple(
-            (k, _positive_int(v, f"rank_pattern.{k}", where))
-            for k, v in _pattern(value, "rank_pattern", where)
-        ),
-        tuple(
-            (k, _number(v, f"alpha_pattern.{k}", where))
-            for k, v in _pattern(value, "alpha_pattern", where)
-        ),
-        _names(value, "modules_to_save", where),
-        _flag(value, "ensure_weight_tying", where),
-        _flag(value, "use_dora", where),
-        start,
-        _names(value, "target_parameters", where),
-        _tokens(value, where),
-    )
+    try:
+        return AdapterConfig.model_validate({**value, "start": start})
+    except ValidationError as invalid:
+        first = invalid.errors(include_url=False)[0]
+        key = ".".join(str(part)[:80] for part in first["loc"] if part != "[key]")
+        is_ours = first["type"] == "value_error"
+        expected = str(first["ctx"]["error"]) if is_ours else "an object of regex to number"
+        raise _bad(key, expected, first["input"], where) from invalid
 
 
 def _refuse_other_methods(value: Mapping[str, Any], where: str) -> None:
@@ -218,14 +256,12 @@ def _start(init: object, where: str) -> Start:
     )
 
 
-def _first_match(
-    patterns: tuple[tuple[str, _Number], ...], module: str, default: _Number
-) -> _Number:
-    return next((value for pattern, value in patterns if _matches(pattern, module)), default)
+def _first_match(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    return next((v for pattern, v in patterns.items() if _matches(pattern, module)), default)
 
 
 def _matches(pattern: str, module: str) -> bool:
-    """As peft matches: the whole name, or its end after a dot; in time linear in the name.
+    """Match as peft does: the whole name, or its end after a dot; in time linear in the name.
 
     Python's own matcher takes ages for patterns like `(a+)+b`, so only plain names go to it.
     Raises ValueError for what RE2 does not know: lookaround and back references.
@@ -237,68 +273,6 @@ def _matches(pattern: str, module: str) -> bool:
     import pyarrow.compute as pc
 
     return bool(pc.match_substring_regex(pa.array([module]), f"^(?:{whole})")[0].as_py())
-
-
-def _pattern(value: Mapping[str, Any], key: str, where: str) -> list[tuple[str, Any]]:
-    patterns = value.get(key) or {}
-    if not isinstance(patterns, dict):
-        raise _bad(key, "an object of regex to number", patterns, where)
-    for pattern in patterns:
-        try:
-            re.compile(rf"(.*\.)?({pattern})$")
-            _matches(pattern, "")
-        except (re.error, RecursionError, ValueError) as error:
-            place = f"{key}.{pattern[:80]}"
-            expected = "a regular expression without lookaround and back references"
-            raise _bad(place, expected, str(error), where) from error
-    return list(patterns.items())
-
-
-def _names(value: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
-    names = value.get(key) or []
-    if not isinstance(names, list) or not all(isinstance(n, str) and n for n in names):
-        raise _bad(key, "a list of modules' names", names, where)
-    return tuple(names)
-
-
-def _tokens(value: Mapping[str, Any], where: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    key = "trainable_token_indices"
-    setting = value.get(key) or {}
-    by_module = {"": setting} if isinstance(setting, list) and setting else setting or {}
-    expected = "a list of tokens, or an object of a module's name to one"
-    if not isinstance(by_module, dict):
-        raise _bad(key, expected, setting, where)
-    for rows in by_module.values():
-        numbers = rows if isinstance(rows, list) else [None]
-        if not all(type(n) is int and 0 <= n < 1 << 31 for n in numbers):
-            raise _bad(key, expected, setting, where)
-        if len(set(numbers)) < len(numbers):
-            raise _bad(key, "every token once", setting, where)
-    return tuple((module, tuple(rows)) for module, rows in by_module.items())
-
-
-def _positive_int(value: object, key: str, where: str) -> int:
-    if type(value) is not int or not 0 < value <= 1 << 31:
-        raise _bad(key, "a rank from 1 to 2^31", value, where)
-    return value
-
-
-def _number(value: object, key: str, where: str) -> float:
-    try:
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            number = float(value)
-            if abs(number) <= _LARGEST:
-                return number
-    except OverflowError:
-        pass
-    raise _bad(key, "a finite number that float32 can hold", value, where)
-
-
-def _flag(value: Mapping[str, Any], key: str, where: str) -> bool:
-    flag = value.get(key)
-    if not isinstance(flag, bool | None):
-        raise _bad(key, "true or false", flag, where)
-    return bool(flag)
 
 
 def _shown(value: object) -> str:

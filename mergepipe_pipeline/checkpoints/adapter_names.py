@@ -106,7 +106,7 @@ def _parameters(checkpoint: Checkpoint, places: _Places, config: AdapterConfig) 
     PEFT wraps a module once for each parameter, the later around the earlier, and names the
     wrappers alike; modules of experts have the projection down last.
     """
-    if not config.parameters:
+    if not config.target_parameters:
         return {}
     keys = (plain_name(e.name) for e in checkpoint.tensors)
     wrapped: dict[str, set[str]] = {}
@@ -114,7 +114,8 @@ def _parameters(checkpoint: Checkpoint, places: _Places, config: AdapterConfig) 
         wrapped.setdefault(update["module"].replace(_INNER, ""), set()).add(update["module"])
     parameter_by_module: dict[str, str] = {}
     for module, wrappers in wrapped.items():
-        names = {f"{module}.{p.rpartition('.')[2]}" for p in config.parameters if _is_in(p, module)}
+        inside = (p for p in config.target_parameters if _is_in(p, module))
+        names = {f"{module}.{p.rpartition('.')[2]}" for p in inside}
         in_base = {n for n in names if n in places}
         inner_first = sorted(in_base, key=lambda name: ("down" in name, name))
         outer_last = sorted(wrappers, key=len, reverse=True)

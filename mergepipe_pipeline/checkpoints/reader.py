@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Tally(threading.local):
-    """What the calling thread has read so far: bytes, and the seconds it took."""
+    """The bytes that the calling thread has read so far, and the seconds it took."""
 
     nbytes = 0
     read_s = 0.0
@@ -68,7 +68,7 @@ class BlockReader:
         stop_elem: int,
         out: memoryview,
     ) -> None:
-        """As `read_into`, when the batch runs, if the files can do that; else now.
+        """Read as `read_into`, when the batch runs, if the files can do that; else now.
 
         The batch's time is not counted here.
         """

@@ -6,21 +6,17 @@ ends are kept, so that verification can name the first tensor whose bytes are wr
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
-from typing import TypeVar
 
 from mergepipe_pipeline.checkpoints.header import Described, build_header, parse_header
 from mergepipe_pipeline.digest import new_hash
 from mergepipe_pipeline.domain.checkpoint import TensorEntry
 from mergepipe_pipeline.dtypes import itemsize
-from mergepipe_pipeline.errors import CorruptionError, StorageFullError
-from mergepipe_pipeline.storage.atomic import FULL
+from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.storage.atomic import full_disk_named
 from mergepipe_pipeline.storage.uncached import DirectFile
-
-T = TypeVar("T")
 
 
 class ShardWriter:
@@ -45,7 +41,8 @@ class ShardWriter:
         self._finished = False
 
     def __enter__(self) -> ShardWriter:
-        self._file = self._guard(lambda: DirectFile(self._path, self._nbytes))
+        with full_disk_named(self._path):
+            self._file = DirectFile(self._path, self._nbytes)
         try:
             self._put(memoryview(self._header))
             self._close_tensors()
@@ -91,7 +88,8 @@ class ShardWriter:
                 found=f"{self._at} bytes",
                 next_step="this is a defect of mergepipe: please report it",
             )
-        self._guard(self._file.close)
+        with full_disk_named(self._path):
+            self._file.close()
         self._finished = True
         return self._hash.hexdigest(), self._nbytes
 
@@ -102,7 +100,8 @@ class ShardWriter:
 
     def _put(self, data: memoryview) -> None:
         self._hash.update(data)
-        self._guard(lambda: self._file.append(data))
+        with full_disk_named(self._path):
+            self._file.append(data)
         self._at += len(data)
 
     def _close_tensors(self) -> None:
@@ -110,20 +109,6 @@ class ShardWriter:
             len(self._prefixes) < len(self._ends) and self._at == self._ends[len(self._prefixes)][1]
         ):
             self._prefixes.append((self._ends[len(self._prefixes)][0], self._hash.hexdigest()))
-
-    def _guard(self, call: Callable[[], T]) -> T:
-        try:
-            return call()
-        except OSError as error:
-            if error.errno in FULL:
-                raise StorageFullError(
-                    "The disk is full",
-                    where=str(self._path),
-                    expected=f"{self._nbytes} bytes free",
-                    found=os.strerror(error.errno or 0),
-                    next_step="free space and run the same command again; finished layers are kept",
-                ) from error
-            raise
 
     def _discard(self) -> None:
         self._file.abandon()
