@@ -107,7 +107,7 @@ class Proposer:
         return taken[len(pending) :]
 
     def candidates(self, trials: Trials) -> Candidates:
-        """What to try next by a model, which is fitted once for all points of a call."""
+        """Return what to try next by a model, which is fitted once for all points of a call."""
         import torch
 
         torch.manual_seed(self.seed_of(len(trials)))

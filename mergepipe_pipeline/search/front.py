@@ -45,7 +45,7 @@ class Front:
 
     @property
     def best(self) -> tuple[Trial, ...]:
-        """Those on the front, the best of the first objective first."""
+        """The trials on the front, the best of the first objective first."""
         on_front = (t for t in self.trials if t.is_on_front)
         return tuple(sorted(on_front, key=lambda t: (*(-v for v in t.values), t.number)))
 
@@ -56,7 +56,7 @@ class Front:
 
     @property
     def hypervolume(self) -> float:
-        """What the front covers."""
+        """The volume that the front covers."""
         return self.trials[-1].hypervolume if self.trials else 0.0
 
     @property

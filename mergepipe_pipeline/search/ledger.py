@@ -14,16 +14,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
 from mergepipe_pipeline.digest import seal, unseal
 from mergepipe_pipeline.errors import BusyError, CorruptionError, NotFoundError
-from mergepipe_pipeline.search.pareto import REFERENCE
 from mergepipe_pipeline.search.search_file import SearchFile, parse_search
-from mergepipe_pipeline.search.space import Layer, Space
+from mergepipe_pipeline.search.space import Layer
 from mergepipe_pipeline.storage.atomic import create_exclusive
 from mergepipe_pipeline.storage.forms import check_form
 from mergepipe_pipeline.storage.locks import claimed, is_held, locked, this_process
@@ -36,32 +36,32 @@ Point = tuple[float, ...]
 class Search:
     """A search that has begun, or could (`began` "" until then).
 
-    Relative paths of its file start from `folder`. `contents` are the digests of what its models
-    held when it began, by their texts; `evaluator_id` is its evaluator's.
+    `text` is its file's, whose relative paths start from `place`. `contents` are the digests of
+    what its models held when it began, by their texts; `evaluator_id` is its evaluator's.
     """
 
     name: str
     text: str = field(repr=False)
-    file: SearchFile
-    folder: Path
+    place: str
     layers: tuple[Layer, ...] = field(repr=False)
     evaluator_id: str
     contents: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     began: str = ""
 
     @property
-    def summary(self) -> str:
-        """The search, in messages."""
-        return f"the search {self.name}"
+    def folder(self) -> Path:
+        """Where relative paths of its file start."""
+        return Path(self.place)
 
-    def space(self, prior: Prior) -> Space:
-        """The space, whose blocks the prior knows."""
-        return Space(self.file, self.layers, prior.blocks)
+    @cached_property
+    def file(self) -> SearchFile:
+        """The request in its text. Raises RecipeError."""
+        return parse_search(self.text, f"the search {self.name}")
 
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """What is expected of each coordinate before anything is evaluated.
+    """The expectation of each coordinate before anything is evaluated.
 
     `parameter` are differences per numbered layer, `blocks`
     the layers that share a weight, `scores` and `length_scales` per coordinate in the order of
@@ -87,7 +87,7 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class MergeCost:
-    """What merging a candidate took: layers, bytes read of sources and base, and seconds.
+    """The cost of merging a candidate: layers, bytes read of sources and base, and seconds.
 
     `scratch_nbytes` is what is read where no layer is known already.
     """
@@ -101,7 +101,7 @@ class MergeCost:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of a proposal; `ended` is a time in UTC.
+    """The outcome of a proposal; `ended` is a time in UTC.
 
     A failure says why in `failure`, has no metrics, and the lowest value in each objective; without
     a snapshot it could not be merged.
@@ -122,21 +122,6 @@ class Result:
         """Whether nothing was measured."""
         return bool(self.failure)
 
-    @staticmethod
-    def failed(
-        search: Search,
-        proposal: Proposal,
-        why: str,
-        ended: str,
-        snapshot_id: str | None = None,
-        merge: MergeCost | None = None,
-    ) -> Result:
-        """The result of a proposal that failed."""
-        values = (REFERENCE,) * len(search.file.objectives)
-        return Result(
-            proposal.number, proposal.point, values, {}, why, snapshot_id, merge, 0.0, ended
-        )
-
 
 FORMAT = "mergepipe-search/1"
 _FILE = re.compile(r"(\d{4,})\.json")
@@ -151,18 +136,6 @@ def searches(warehouse: Warehouse) -> list[str]:
     return sorted(p.parent.name for p in warehouse.search_ledgers.glob("*/search.json"))
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """What search.json holds."""
-
-    text: str
-    folder: str
-    layers: tuple[Layer, ...]
-    evaluator_id: str
-    contents: Mapping[str, tuple[str, ...]]
-    began: str
-
-
 class Ledger:
     """The facts of one search, by its name."""
 
@@ -171,7 +144,7 @@ class Ledger:
         self.folder = warehouse.search_ledgers / name
 
     def search(self) -> Search:
-        """What was asked for. Raises NotFoundError, CorruptionError."""
+        """The search as it began. Raises NotFoundError, CorruptionError."""
         path = self.folder / "search.json"
         if not path.is_file():
             raise NotFoundError(
@@ -181,13 +154,13 @@ class Ledger:
                 found=repr(self.name),
                 next_step="begin it with `mergepipe search FILE`",
             )
-        return self._search(self._read(path, _Asked))
+        search = self._read(path, Search)
+        return replace(search, place=self._warehouse.roots.here(search.place))
 
     def begin(self, search: Search) -> Search:
         """Write down what is asked for, once. Raises StorageFullError."""
-        folder = self._warehouse.roots.recorded(str(search.folder))
-        layers, contents, digest = search.layers, search.contents, search.evaluator_id
-        self._write("search.json", _Asked(search.text, folder, layers, digest, contents, now()))
+        place = self._warehouse.roots.recorded(search.place)
+        self._write("search.json", replace(search, place=place, began=now()))
         return self.search()
 
     def prior(self) -> Prior | None:
@@ -202,6 +175,19 @@ class Ledger:
         """All proposals by number; a lost one is what its result tells. Raises CorruptionError."""
         of_results = {n: Proposal(n, r.point, "", r.ended) for n, r in self.results().items()}
         return of_results | self._all("proposals", Proposal)
+
+    def proposal(self, number: int) -> Proposal:
+        """A proposal by its number. Raises NotFoundError."""
+        proposals = self.proposals()
+        if number not in proposals:
+            raise NotFoundError(
+                "No such candidate",
+                where=f"the search {self.name}",
+                expected=f"a number up to {max(proposals, default=0)}",
+                found=str(number),
+                next_step=f"see `mergepipe front {self.name}`",
+            )
+        return proposals[number]
 
     def put_proposal(self, number: int, point: tuple[float, ...]) -> None:
         """Remember a proposal, once."""
@@ -249,22 +235,10 @@ class Ledger:
     def _claim_path(self, number: int) -> Path:
         return self._warehouse.leases_dir / f"search-{self.name}-{number:04d}.lock"
 
-    def _search(self, asked: _Asked) -> Search:
-        return Search(
-            name=self.name,
-            text=asked.text,
-            file=parse_search(asked.text, f"the search {self.name}"),
-            folder=Path(self._warehouse.roots.here(asked.folder)),
-            layers=asked.layers,
-            evaluator_id=asked.evaluator_id,
-            contents=asked.contents,
-            began=asked.began,
-        )
-
-    def _write(self, name: str, fact: _Asked | Prior | Proposal | Result) -> None:
+    def _write(self, fact_name: str, fact: Search | Prior | Proposal | Result) -> None:
         with suppress(FileExistsError):
-            head = {"format": FORMAT, "search": self.name, "fact": name}
-            create_exclusive(self.folder / name, seal(head | asdict(fact)))
+            head = {"format": FORMAT, "search": self.name, "fact": fact_name}
+            create_exclusive(self.folder / fact_name, seal(head | asdict(fact)))
 
     def _found(self, name: str, kind: type[T]) -> T | None:
         try:

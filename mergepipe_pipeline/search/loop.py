@@ -23,7 +23,7 @@ from mergepipe_pipeline.errors import BusyError, SearchError
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.quality.child import AbandonedError
 from mergepipe_pipeline.search.bayes import Proposer
-from mergepipe_pipeline.search.candidate import begin, measure
+from mergepipe_pipeline.search.candidate import Candidates
 from mergepipe_pipeline.search.ledger import Ledger, Prior, Proposal, Result, Search
 from mergepipe_pipeline.search.pareto import Trials, diagonal
 from mergepipe_pipeline.search.prior import search_prior
@@ -195,7 +195,7 @@ class _Loop:
     ) -> None:
         self._warehouse, self._search = warehouse, search
         self._progress, self._tell = progress, tell
-        self._ledger = Ledger(warehouse, search.name)
+        self._candidates = Candidates(warehouse, search, progress=progress)
         self._running: dict[Future[Result], ExitStack] = {}
         self._stack = ExitStack()
 
@@ -233,13 +233,13 @@ class _Loop:
         """Claim and merge a proposal, and let its evaluator run; False if somebody else has it."""
         with ExitStack() as held:
             try:
-                merged = begin(self._warehouse, self._search, number, held, progress=self._progress)
+                merged = self._candidates.begin(number, held)
             except BusyError:
                 return False
             if isinstance(merged, Result):
                 self._keep(merged)
                 return True
-            task = partial(measure, self._warehouse, self._search, merged, self._stop[0])
+            task = partial(self._candidates.measure, merged, self._stop[0])
             self._running[self._pool.submit(task)] = held.pop_all()
             return True
 
@@ -254,7 +254,7 @@ class _Loop:
                 self._keep(future.result())
 
     def _keep(self, result: Result) -> None:
-        kept = self._ledger.put_result(result)
+        kept = self._candidates.ledger.put_result(result)
         self._tell(kept, state_of(self._warehouse, self._search))
 
     def _give_back(self) -> None:
@@ -263,7 +263,7 @@ class _Loop:
             with held:
                 error = future.exception()
                 if error is None:
-                    self._ledger.put_result(future.result())
+                    self._candidates.ledger.put_result(future.result())
                 elif not isinstance(error, AbandonedError):
                     raise error
         self._running.clear()

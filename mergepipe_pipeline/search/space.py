@@ -56,7 +56,7 @@ def layers_of(models: Sequence[Iterable[str]]) -> tuple[Layer, ...]:
 
 
 def _filter(tensor: str) -> str:
-    """What the names of a tensor's layer have in common; a tensor outside them is itself."""
+    """The part that names of a tensor's layer have in common; a tensor outside them is itself."""
     stack, index = layer_stack(tensor), layer_index(tensor)
     return tensor if stack is None else f"{stack}{index}."
 
@@ -81,7 +81,7 @@ class Space:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """What each coordinate is, in the order of points."""
+        """The meaning of each coordinate, in the order of points."""
         sources = [""] if self.file.is_mix else [f" of {s}" for s in self.file.sources]
         of_weights = [f"{group.label}{source}" for group in self.groups for source in sources]
         return (*of_weights, *(["density"] if self.file.space.density else []))

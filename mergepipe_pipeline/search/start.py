@@ -38,7 +38,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", re.ASCII)
 
 
 def read_search(warehouse: Warehouse, path: Path) -> Search:
-    """What a search file asks for, held against the headers of its sources; writes nothing.
+    """The search that a file asks for, held against the headers of its sources; writes nothing.
 
     Raises RecipeError with the problems of the file, what `check` raises for its recipes, and
     EvaluationError for an evaluator that cannot be had.
@@ -76,7 +76,7 @@ def read_search(warehouse: Warehouse, path: Path) -> Search:
             found=str(file.space.blocks),
             next_step="write fewer, or leave the key out for one per layer",
         )
-    search = Search(name, text, file, folder, layers, evaluator_id(file.evaluator, folder))
+    search = Search(name, text, str(folder), layers, evaluator_id(file.evaluator, folder))
     resolved_of(warehouse, search)
     return search
 

@@ -25,7 +25,7 @@ from mergepipe_pipeline.errors import RecipeError
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.references import parse_reference
 from mergepipe_pipeline.recipe.yaml_text import MAX_NBYTES
-from mergepipe_pipeline.search.candidate import evaluate, snapshot_of
+from mergepipe_pipeline.search.candidate import Candidates, evaluate
 from mergepipe_pipeline.search.front import Bound, Front, cheapest, front, front_picture, ref_name
 from mergepipe_pipeline.search.ledger import Ledger, Prior, Proposal, Result, Search, searches
 from mergepipe_pipeline.search.loop import SearchState, Tell, propose, run_search, state_of
@@ -120,7 +120,7 @@ def _publish(
     warehouse: Warehouse, search: Search, number: int, ref: str, progress: Progress | None
 ) -> Ref:
     with ExitStack() as leases:
-        snapshot = snapshot_of(warehouse, search, number, leases, progress)
+        snapshot = Candidates(warehouse, search, progress=progress).snapshot(number, leases)
         reason = f"candidate {number} of the search {search.name}"
         return publish(warehouse, snapshot.snapshot_id, ref, reason=reason, progress=progress)
 

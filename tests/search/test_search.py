@@ -25,7 +25,7 @@ from mergepipe_pipeline.errors import (
     RecipeError,
     SearchError,
 )
-from mergepipe_pipeline.search.candidate import Merged, measure, merge_candidate
+from mergepipe_pipeline.search.candidate import Candidates, Merged
 from mergepipe_pipeline.search.ledger import Ledger
 from mergepipe_pipeline.snapshots.find import list_snapshots
 from mergepipe_pipeline.verbs.gc import collect
@@ -308,11 +308,11 @@ def test_an_evaluator_that_changes_or_goes_during_a_merge_gives_no_result(
     (number,) = propose(world.home, search, 1)
     proposal, evaluator = Ledger(world.home, "mix").proposals()[number], world.folder / "eval.py"
     with ExitStack() as leases:
-        merged = merge_candidate(world.home, search, proposal, leases)
+        merged = Candidates(world.home, search).merge(proposal, leases)
         assert isinstance(merged, Merged)
         evaluator.unlink() if text is None else evaluator.write_text(text)
         with pytest.raises(EvaluationError, match="not what it was when the search began"):
-            measure(world.home, search, merged)
+            Candidates(world.home, search).measure(merged)
 
 
 @pytest.mark.parametrize(
