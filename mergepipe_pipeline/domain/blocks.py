@@ -1,4 +1,4 @@
-"""What a block is: a fixed-size run of a tensor's elements, the unit that a budget buys.
+"""Blocks: a block is a fixed-size run of a tensor's elements, the unit that a budget buys.
 
 Blocks never cross tensors. The grid decides what can be bought, never what is computed: results at
 full budget do not depend on it.

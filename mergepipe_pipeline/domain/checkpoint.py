@@ -1,4 +1,4 @@
-"""What a checkpoint is: named tensors at byte ranges of files, known from headers alone.
+"""Checkpoints: named tensors at byte ranges of files, known from headers alone.
 
 Nothing here opens a file; `storage` fills these in and `catalog` keeps them.
 """
@@ -117,13 +117,13 @@ class Checkpoint:
 
     @cached_property
     def stated(self) -> Mapping[str, Any]:
-        """What its config.json says; {} without one."""
+        """The content of its config.json; {} without one."""
         stated: dict[str, Any] = json.loads(self.config or "{}")
         return stated
 
     @cached_property
     def adapter_stated(self) -> Mapping[str, Any]:
-        """What its adapter_config.json says; {} without one."""
+        """The content of its adapter_config.json; {} without one."""
         stated: dict[str, Any] = json.loads(self.adapter_config or "{}")
         return stated
 

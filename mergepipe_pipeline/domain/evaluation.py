@@ -46,7 +46,7 @@ class LmEval:
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """What measures a snapshot: a command, a Python function (`module:name`), perplexity, lm_eval.
+    """The measure of a snapshot: a command, a Python function (`module:name`), perplexity, lm_eval.
 
     Paths are relative to the recipe's file. What fails, or takes longer than `timeout_s` seconds,
     is tried `retries` times more; not what ends well without metrics. `env` are variables of the
@@ -73,7 +73,7 @@ class Evaluator:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What an evaluator measured of a snapshot.
+    """The metrics that an evaluator measured of a snapshot.
 
     `evaluator_id` is a digest of the evaluator and of the files it names, `evaluator` says it in
     words. `seconds` is wall time, `created` a time in UTC.
@@ -90,7 +90,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """What a metric must keep to: `value`, or that share of the live value if `is_share`."""
+    """The limit of a metric: `value`, or that share of the live value if `is_share`."""
 
     metric: str
     comparison: Comparison
@@ -108,7 +108,7 @@ class Threshold:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """What a recipe asks of a snapshot before it is released, and what follows a refusal."""
+    """The thresholds for a snapshot before it is released, and what follows a refusal."""
 
     thresholds: tuple[Threshold, ...]
     on_failure: Literal["none", "bisect"] = "none"
@@ -154,7 +154,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a gate says of a snapshot, beside what its ref names (None: nothing yet).
+    """The answer of a gate on a snapshot, beside what its ref names (None: nothing yet).
 
     `since` says of a refused one what differs from the live one, "" where there is none.
     """
@@ -171,7 +171,7 @@ class Verdict:
 
     @property
     def summary(self) -> str:
-        """What is wrong, or that nothing is, in one sentence."""
+        """The faults, or that there are none, in one sentence."""
         return "; ".join(f.summary for f in self.findings if f.passed == self.passed)
 
 

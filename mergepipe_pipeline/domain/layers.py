@@ -1,4 +1,4 @@
-"""What a tensor is for: the one place that reads structure from tensor names.
+"""The part that a tensor plays: the one place that reads structure from tensor names.
 
 Layers are the unit of execution: `embed`, `layer.00 … layer.NN`, `head`. A model may have several
 stacks of layers (text and vision, encoder and decoder). A tensor outside them counts as head if it
@@ -68,7 +68,7 @@ def layer_index(tensor_name: str) -> int | None:
 
 
 def layer_stack(tensor_name: str) -> str | None:
-    """What stands before the layer's number (`model.layers.`), or None outside the layers."""
+    """The text before the layer's number (`model.layers.`), or None outside the layers."""
     match = _NUMBERED.search(tensor_name)
     return tensor_name[: match.start(1)] if match else None
 

@@ -1,4 +1,4 @@
-"""What a model is to a merge: named tensors over one or more checkpoints, whatever holds them.
+"""A model as a merge sees it: named tensors over one or more checkpoints, whatever holds them.
 
 A full checkpoint, an adapter or a delta (with the base's tensors that it does not change left out),
 a checkpoint with an adapter on it, or any of these with its embeddings in another order.
@@ -52,7 +52,7 @@ class Model:
 
     @cached_property
     def stated(self) -> Mapping[str, Any]:
-        """What its config.json says, with the class that its adapter makes of it."""
+        """The content of its config.json, with the class that its adapter makes of it."""
         classes = dict(self.becomes).get("architectures")
         return {**self.checkpoint.stated, **({} if classes is None else {"architectures": classes})}
 
@@ -89,7 +89,7 @@ def view_digest(view: TensorView, digests: Sequence[Mapping[str, str]]) -> str:
 
 
 def _update(update: Update, of: Callable[[Part], str]) -> list[object]:
-    """What determines an update's values; of a plain one the factors and the scale alone."""
+    """The material of an update's identity; of a plain one the factors and the scale alone."""
 
     def typed(part: Part) -> object:
         """A part's content, with its dtype where the number of its bytes does not tell it."""

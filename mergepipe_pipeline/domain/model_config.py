@@ -1,4 +1,4 @@
-"""What a config.json says of a model, in itself and in its text part, which may repeat it.
+"""Facts of a config.json about its model, in itself and in its text part, which may repeat it.
 
 Names of tensors do not tell whether a head is the embedding: a model without one may be an encoder,
 a reward model or a classifier. Sources: `tie_word_embeddings` and the model classes of
@@ -51,7 +51,7 @@ def config_places(config: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
 
 
 def at_place(config: Mapping[str, Any], place: str) -> Any:
-    """What a config has at a dotted place, None if nothing."""
+    """The value at a dotted place of a config, None if there is none."""
     *above, last = place.split(".")
     for key in above:
         config = config[key]
@@ -59,7 +59,7 @@ def at_place(config: Mapping[str, Any], place: str) -> Any:
 
 
 def quantisation_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a config says of how the weights were quantised; {} where it says nothing."""
+    """The part of a config about how the weights were quantised; {} where it says nothing."""
     stated = (at_place(config, place) for place in config_places(config, QUANTISATION_KEYS))
     return next((dict(value) for value in stated if isinstance(value, dict) and value), {})
 

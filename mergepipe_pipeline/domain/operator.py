@@ -1,4 +1,4 @@
-"""What an operator declares about itself: parameters, what it needs, how its error is bounded.
+"""The declaration of an operator: parameters, what it needs, how its error is bounded.
 
 The schema is derived from the operator's signature in `operators`; `recipe` validates against it
 and `planner` bounds with it, so that neither needs the arithmetic.
@@ -84,7 +84,7 @@ class OperatorSchema:
 
 @dataclass(frozen=True, slots=True)
 class Choosing:
-    """What a method that chooses an operator per tensor chose, with parameters and the reason.
+    """The choice of a method that chooses an operator per tensor, with parameters and the reason.
 
     Operator "copy" keeps the base's tensor.
     """

@@ -1,4 +1,4 @@
-"""What merging made and cost when it ran: the records that a run makes and a commit keeps."""
+"""Outcomes of merges, what they made and cost: the records that a run makes and a commit keeps."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LayerOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Realised:
-    """What running layers cost, in bytes and seconds; reused layers cost nothing.
+    """The cost of running layers, in bytes and seconds; reused layers cost nothing.
 
     `read_s` and `arithmetic_s` are added up over threads, `write_s` is one thread's.
     """

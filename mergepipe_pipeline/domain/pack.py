@@ -1,4 +1,4 @@
-"""What a pack is: one expert's deltas to its base, encoded in tiers from coarse to exact.
+"""A pack: one expert's deltas to its base, encoded in tiers from coarse to exact.
 
 Tiers L0 to L3 approximate δ by sums of a few steps; X20 holds the largest fifth of δ exactly, X
 the rest. A budget buys one level per block: what is read of the tiers together. An exact level
@@ -100,7 +100,7 @@ class PackedTensor:
 
     @property
     def content(self) -> TensorContent:
-        """What the tensor is made from."""
+        """The contents that the tensor is made from."""
         return TensorContent(
             self.name, self.base_name, self.dtype, self.shape, self.digest, self.base_digest
         )
@@ -135,7 +135,7 @@ class PackedRange:
 
 @dataclass(frozen=True, slots=True)
 class PackedInput:
-    """What is read of a pack in place of an expert's stored elements.
+    """The part of a pack that is read in place of an expert's stored elements.
 
     `pack` indexes `MergePlan.packs`; `tensor` and `unit` are those of the `PackedTensor`.
     """

@@ -1,4 +1,4 @@
-"""What will be read and computed: all that the engine knows, and the identity of its result.
+"""Plans, of what is read and computed: all that the engine knows, and the identity of its result.
 
 `identity()` of a task covers what determines output bits and nothing else: content digests,
 operator with resolved parameters, covered ranges, dtypes. Trim rules, rescale factors and ranges
@@ -9,15 +9,14 @@ budget and estimates stay out, so equal work has equal ids wherever and however 
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, fields, is_dataclass
 from functools import cached_property
-from math import prod
+from math import isfinite, prod
 from typing import Any, cast
 
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.domain.blocks import Range, coalesce, total_elems
 from mergepipe_pipeline.domain.pack import CODEC_VERSION, PackedInput, PackSource
-from mergepipe_pipeline.domain.plain import plain
 from mergepipe_pipeline.domain.recipe import Params
 from mergepipe_pipeline.domain.request import AS_WRITTEN, Request
 from mergepipe_pipeline.domain.view import TensorView
@@ -116,7 +115,7 @@ class ExpertInput:
         return coalesce([*self.read, *exact])
 
     def identity(self) -> list[Any]:
-        """What determines its part in the output bits, as canonical-JSON material."""
+        """The material that determines its part of the output bits, as canonical-JSON material."""
         own = [self.position, self.digest, self.view.dtype, self.params, self.covered]
         if self.packed is None or not self.packed.approximate:
             return own
@@ -162,7 +161,7 @@ class TensorTask:
         return str(dict(self.params).get("variant", ""))
 
     def identity(self) -> dict[str, Any]:
-        """What determines the output bits of this tensor, as canonical-JSON material."""
+        """The material that determines its output bits, as canonical-JSON material."""
         return {
             "name": self.name,
             "shape": self.shape,
@@ -229,7 +228,7 @@ NOT_FINITE = "unknown: an expert holds NaN or infinity"
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
-    """What the planner knew and promised; takes no part in any id.
+    """The planner's knowledge and promises; takes no part in any id.
 
     `error_bound` bounds the L2 norm of (merged under this plan − merged in full), before the cast
     on write; None where no bound is known (then `bound_note` says why). `predicted_error` estimates
@@ -273,20 +272,12 @@ class Estimates:
 
 @dataclass(frozen=True, slots=True)
 class SideFiles:
-    """What stands beside the merged weights: files of source `template`, and what changes in them.
+    """The files beside the merged weights: those of source `template`, and what changes in them.
 
+    Before there is a plan, `template` is a model's number.
     `config` are (dotted key, value) to set in config.json; `files` are (name, base64 text) that
     replace the template's tokenizer files (None: they are copied).
     """
-
-    template: int
-    config: tuple[tuple[str, ConfigValue], ...] = ()
-    files: tuple[tuple[str, str], ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    """As `SideFiles`, with the template's model number."""
 
     template: int
     config: tuple[tuple[str, ConfigValue], ...] = ()
@@ -334,3 +325,31 @@ class MergePlan:
     def to_json(self) -> dict[str, Any]:
         """Plain JSON material; `forms.record_of` gives an equal plan back."""
         return cast("dict[str, Any]", plain(self))
+
+
+def plain(value: Any) -> Any:
+    """A dataclass as a mapping, all the way down; `asdict` would copy every range and number.
+
+    Fields that are NaN or infinite are text, as JSON has no such numbers: "nan", "inf", "-inf".
+    """
+    names = _field_names(type(value))
+    if names:
+        return {
+            name: field if type(field := getattr(value, name)) in _PLAIN else plain(field)
+            for name in names
+        }
+    if isinstance(value, float) and not isfinite(value):
+        return repr(value)
+    if isinstance(value, tuple) and value and _field_names(type(value[0])):
+        return [plain(v) for v in value]
+    return value
+
+
+_PLAIN = frozenset({str, int, bool, type(None)})
+_NAMES: dict[type, tuple[str, ...]] = {}
+
+
+def _field_names(kind: type) -> tuple[str, ...]:
+    if kind not in _NAMES:
+        _NAMES[kind] = tuple(f.name for f in fields(kind)) if is_dataclass(kind) else ()
+    return _NAMES[kind]

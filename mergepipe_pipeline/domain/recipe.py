@@ -72,7 +72,7 @@ class ModelRef:
 
     @property
     def names(self) -> tuple[str, str]:
-        """What patterns are compared with: the text, and the name without path and revision."""
+        """The names that patterns fit: the text, and the name without path and revision."""
         last = PurePosixPath(self.model).name
         adapter = f"{last}+{PurePosixPath(self.lora).name}" if self.lora else last
         return (self.text, adapter)

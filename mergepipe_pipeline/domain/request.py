@@ -9,7 +9,7 @@ from mergepipe_pipeline.domain.selector import Selected
 
 @dataclass(frozen=True, slots=True)
 class RequestedModel:
-    """What a model text of a recipe, with its revision, stood for: a checkpoint and its content.
+    """The checkpoint and content that a model text of a recipe, with its revision, stood for.
 
     `text` is the model's or the adapter's part of a reference (the whole reference where a folder
     has that name).
@@ -24,7 +24,7 @@ class RequestedModel:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What overruled the recipe (None: nothing did), and the models of all stages.
+    """The options that overruled the recipe (None: none did), and the models of all stages.
 
     `budget` is an amount as in recipes, `block_elems` elements of a block; with `no_packs` the
     originals were read although there were packs. `packs` are the ids of those that there were, of

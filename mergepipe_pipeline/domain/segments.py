@@ -1,4 +1,4 @@
-"""What a segment is: a fixed run of a stored tensor's elements whose digest is remembered.
+"""Segments: a segment is a fixed run of a stored tensor's elements whose digest is remembered.
 
 A merge that reads a part of a tensor can so compare that part. Segments are cut by element, as
 blocks are, and every block is whole segments: of COARSE_ELEMS, or of FINE_ELEMS where the grid is

@@ -22,7 +22,7 @@ class Selector:
     exclude: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """As a person would say it: `match chat-*, base b`."""
+        """Say it as a person would: `match chat-*, base b`."""
         criteria = (("match", self.match), ("tag", self.tag), ("base", self.base))
         parts = [f"{key} {value}" for key, value in criteria if value is not None]
         parts += [] if self.min_version is None else [f"min_version {self.min_version}"]
@@ -32,7 +32,7 @@ class Selector:
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """What a selector took: `taken` are experts in the order of names, `left` (expert, why not).
+    """A selector's choice: `taken` are experts in the order of names, `left` (expert, why not).
 
     `place` is the selector's in the recipe, with its stage's name where the stage has one. An
     expert of another name or tag is in neither.

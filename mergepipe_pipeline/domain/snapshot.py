@@ -1,4 +1,4 @@
-"""What was published: a manifest that names every byte, and refs that name manifests.
+"""Snapshots: a manifest that names every byte, and refs that name manifests.
 
 The manifest is the snapshot: its digest is the snapshot's id. Recipe text, budget, time, host and
 realised cost go to `provenance.json`, which no id covers: two ways to ask for the same result name

@@ -1,4 +1,4 @@
-"""What analysis learns about an expert's delta, per tensor and per block, as plain arrays.
+"""Statistics of an expert's delta, per tensor and per block, as plain arrays.
 
 Filled in by `analysis`, kept by `catalog`, read by `planner`. Statistics of δ = float32(expert) −
 float32(base), elementwise; sums in float64.

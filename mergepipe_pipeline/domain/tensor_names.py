@@ -42,7 +42,7 @@ def plain_name(name: str) -> str:
 
 
 def any_version(name: str) -> str:
-    """What a plain name is in every version: two names of one tensor give the same."""
+    """The form of a plain name in every version: two names of one tensor give the same."""
     for pattern, common in _VERSIONS:
         name = pattern.sub(common, name)
     return name

@@ -21,7 +21,6 @@ from mergepipe_pipeline.domain.plan import (
     ExpertInput,
     LayerTask,
     MergePlan,
-    Side,
     SideFiles,
     Source,
     TensorTask,
@@ -58,7 +57,7 @@ class PlanBuilder:
         stats: Mapping[tuple[int, int], ExpertStats],
         facts: TensorFacts,
         grid: BlockGrid,
-        side: Side,
+        side: SideFiles,
         packs: Packs | None = None,
     ) -> None:
         self._recipe, self._models, self._facts = recipe, models, facts
@@ -133,9 +132,7 @@ class PlanBuilder:
                 for _ in model.checkpoints
             ),
             layers=tuple(LayerTask(n, tuple(tasks[n])) for n in sorted(tasks, key=layer_order)),
-            side=SideFiles(
-                self._first_source[self._side.template], self._side.config, self._side.files
-            ),
+            side=replace(self._side, template=self._first_source[self._side.template]),
             ref=recipe.ref,
             estimates=promised,
             warnings=(*recipe.warnings, *self._warnings(candidates, promised)),

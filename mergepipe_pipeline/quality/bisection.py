@@ -54,7 +54,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Bisection:
-    """What a bisection found.
+    """The findings of a bisection.
 
     `suspects` are the names of the fewest inputs known whose undoing makes the gate pass, `undoing`
     how each is undone, `layers` the fewest in which that is enough; all empty where nothing helps.
@@ -171,7 +171,7 @@ class _Bench:
         return sum(c.snapshot_id != live for c in self.candidates)
 
     def judged(self, snapshot: Snapshot) -> tuple[Metrics, Verdict]:
-        """What a snapshot measures, and what the gate says of it beside the live one."""
+        """Return what a snapshot measures, and what the gate says of it beside the live one."""
         folder = self._regression.folder
         measured, live = (
             evaluate(self._warehouse, which, self._prepared.evaluator, folder)

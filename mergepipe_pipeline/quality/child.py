@@ -151,7 +151,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 def _read(
     status: int | None, pipes: list[int], deadline: float, stop: int | None = None
 ) -> Iterator[tuple[int, bytes]]:
-    """What comes through the pipes, until all have ended or it is time.
+    """Yield what comes through the pipes, until all have ended or it is time.
 
     `status` says more by its end than nothing: the supervisor was killed. Raises AbandonedError
     when `stop` can be read.

@@ -1,4 +1,4 @@
-"""What an evaluator is: whether it may run here, its command and environment, and its digest.
+"""Evaluators: whether one may run here, its command and environment, and its digest.
 
 The digest covers what the recipe says and the files that it names. What these import or read beyond
 that is not seen: who changes that asks for a new measurement (`mergepipe evaluate --fresh`).
@@ -106,7 +106,7 @@ def _require(package: str, evaluator: Evaluator) -> None:
 
 
 def environment_of(evaluator: Evaluator, snapshot: Path) -> dict[str, str]:
-    """What the child finds in its environment: the snapshot's path, and what is in ours.
+    """The environment of the child: the snapshot's path, and what is in ours.
 
     Of our tokens, keys and passwords it gets those that the evaluator names.
     """

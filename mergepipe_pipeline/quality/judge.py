@@ -16,7 +16,7 @@ from mergepipe_pipeline.errors import MetricsError
 
 
 def judge(gate: Gate, candidate: Evaluation, live: Evaluation | None) -> Verdict:
-    """What the gate says of a snapshot; without a live one, relative thresholds are met.
+    """The gate's verdict on a snapshot; without a live one, relative thresholds are met.
 
     Absolute ones tell the live value, too, where it is known.
 

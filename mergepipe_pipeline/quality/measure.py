@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ def evaluate(
     fresh: bool = False,
     stop: int | None = None,
 ) -> Evaluation:
-    """What an evaluator says of a snapshot: as it is kept, or measured now (always, if `fresh`).
+    """The evaluation of a snapshot: as it is kept, or measured now (always, if `fresh`).
 
     `folder` is that of the recipe. Raises EvaluationError, naming the log, for an evaluator that
     fails each time, MetricsError for one that ends well without metrics, CorruptionError for a
@@ -190,7 +190,7 @@ def keep(warehouse: Warehouse, evaluation: Evaluation, log: bytes) -> None:
 
 
 def kept(warehouse: Warehouse, snapshot_id: str, evaluator_id: str) -> Evaluation | None:
-    """What was measured of a snapshot by an evaluator; None if nothing was, or it is damaged."""
+    """The evaluation of a snapshot that is kept; None if nothing was, or it is damaged."""
     try:
         return read(warehouse.evaluation_path(snapshot_id, evaluator_id))
     except (FileNotFoundError, CorruptionError):
@@ -210,13 +210,11 @@ def read(path: Path) -> Evaluation:
     The log belongs to it: another one than was written is damage, too.
     """
     value = unseal(path.read_bytes(), str(path))
-    names = {f.name for f in fields(Evaluation)}
-    said = (value.get("format"), value.get("snapshot_id"), value.get("evaluator_id"))
-    if said != (FORMAT, path.parent.name, path.stem) or not names <= value.keys():
+    said = (value.pop("format", None), value.get("snapshot_id"), value.get("evaluator_id"))
+    if said != (FORMAT, path.parent.name, path.stem):
         raise _wrong(path, f"{FORMAT} of snapshot {path.parent.name}", f"{said[0]} of {said[1]}")
-    told = {name: value[name] for name in names}
-    what, next_step = "What was measured of a snapshot", "run `mergepipe repair`"
-    evaluation = check_form(Evaluation, told, str(path), what, next_step)
+    what, next_step = "A snapshot's evaluation", "run `mergepipe repair`"
+    evaluation = check_form(Evaluation, value, str(path), what, next_step)
     log = path.with_suffix(".log")
     digest = sha256_hex(log.read_bytes()) if log.is_file() else "no file"
     if digest != evaluation.log_sha256:
@@ -233,7 +231,7 @@ def records(warehouse: Warehouse) -> Iterator[Path]:
 
 def _wrong(path: Path, expected: str, found: str) -> CorruptionError:
     return CorruptionError(
-        "What was measured of a snapshot is not as it was written",
+        "The evaluation of a snapshot is not as it was written",
         where=str(path),
         expected=expected,
         found=found,

@@ -1,4 +1,4 @@
-"""What differs between the live snapshot and a worse one, and how each change can be undone.
+"""The differences between the live snapshot and a worse one, and how each change can be undone.
 
 From manifests, provenance and catalog alone; no weight is read. A regression is made from the
 refused snapshot's own provenance: the recipe, how it was asked for, and exactly the inputs that
@@ -29,6 +29,7 @@ from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.recipe.yaml_text import read_documents
 from mergepipe_pipeline.resolution.recipe_text import parse_plan
+from mergepipe_pipeline.resolution.resolve import Planning, planning_of
 from mergepipe_pipeline.warehouse import Warehouse
 
 
@@ -83,24 +84,19 @@ class Regression:
             checkpoint = previous.get(model.name) or _as_merged(warehouse, model)
             # By name as well as by text, so that none of them is registered as the newest.
             checkpoints |= {model.text: checkpoint, model.name: checkpoint}
-        return plan_in_stages(
-            warehouse,
-            self.parsed,
-            progress=progress,
-            relative_to=self.folder,
-            budget=self.request.budget,
-            strategy=self.request.strategy,
-            block_elems=self.request.block_elems,
-            no_packs=self.request.no_packs,
-            checkpoints=checkpoints,
-            leave_out=[s.name for s in undone if s.previous is None],
-        )
+        planning: Planning = {
+            **planning_of(self.request),
+            "relative_to": self.folder,
+            "checkpoints": checkpoints,
+            "leave_out": [s.name for s in undone if s.previous is None],
+        }
+        return plan_in_stages(warehouse, self.parsed, progress=progress, **planning)
 
 
 def regression_of(
     warehouse: Warehouse, folder: Path, live: Snapshot, refused: Snapshot
 ) -> Regression:
-    """What differs between the two, and how each change can be undone. Reads no weight."""
+    """Find what differs between the two, and how each change can be undone. Reads no weight."""
     changes = changes_between(warehouse, live, refused)
     before, request = request_of(live), request_of(refused)
     models = {m.name: m for m in before.models}
@@ -199,7 +195,7 @@ class InputChange:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What differs from the snapshot `live` to the snapshot `other`.
+    """The differences from the snapshot `live` to the snapshot `other`.
 
     `asks_otherwise`: recipe, budget or strategy differ. `layers` are those with other bytes.
     """
@@ -218,7 +214,7 @@ class Changes:
 
     @property
     def what(self) -> str:
-        """What changed, without since when."""
+        """The changes, without since when."""
         parts = [change.summary for change in self.inputs[:_MOST_SHOWN]]
         if len(self.inputs) > _MOST_SHOWN:
             parts.append(f"{len(self.inputs) - _MOST_SHOWN} more")
@@ -229,7 +225,7 @@ class Changes:
 
 
 def changes_between(warehouse: Warehouse, live: Snapshot, other: Snapshot) -> Changes:
-    """What differs from `live` to `other`. Raises CorruptionError for a damaged provenance."""
+    """Compare `live` with `other`. Raises CorruptionError for a damaged provenance."""
     recipes = [provenance_of(s).get("recipe", "") for s in (live, other)]
     before, after = request_of(live), request_of(other)
     shards = {s.layer: s.sha256 for s in live.manifest.shards}
@@ -251,7 +247,7 @@ def changes_between(warehouse: Warehouse, live: Snapshot, other: Snapshot) -> Ch
 
 
 def _said(recipe: str) -> list[object]:
-    """What a recipe's text says of its result's weights."""
+    """The part of a recipe's text about its result's weights."""
     return [
         {k: v for k, v in document.value.items() if k not in _NOT_OF_WEIGHTS}
         for document in read_documents(recipe)
@@ -297,7 +293,7 @@ def _inputs(
 
 
 def _version(warehouse: Warehouse, name: str, request: Request, content: str | None) -> str | None:
-    """What a content is called: by its version in the catalog, if it has one."""
+    """The name of a content: by its version in the catalog, if it has one."""
     if content is None:
         return None
     ids = {m.checkpoint_id for m in request.models if m.name == name}

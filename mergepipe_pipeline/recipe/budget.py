@@ -129,7 +129,7 @@ def _parse_text(value: str, where: str) -> Budget:
 
 
 def _hint(text: str) -> str:
-    """What to write in place of a text that has none of the forms."""
+    """Say what to write in place of a text that has none of the forms."""
     if re.match(r"-\s*[0-9.]", text):
         return _AT_LEAST
     digits = text.removesuffix("%").rstrip()

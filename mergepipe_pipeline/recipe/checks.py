@@ -19,16 +19,6 @@ from mergepipe_pipeline.recipe.problems import KeyPath, Problems, shown, shown_p
 from mergepipe_pipeline.recipe.schema import PARAMETER_NAMES
 from mergepipe_pipeline.recipe.structure import Level, Module, ParsedRecipe, Slice
 
-#: Methods without a base, for a reader who has no schemas: a listed base is a model like others.
-_NO_BASE = frozenset({"linear", "karcher", "passthrough"})
-
-
-def base_takes_part(method: str, methods: Mapping[str, OperatorSchema] | None) -> bool:
-    """Whether a base listed among the models is merged like them."""
-    if methods is not None and method in methods:
-        return methods[method].base == "none"
-    return method in _NO_BASE
-
 
 def find_method(
     method: str, methods: Mapping[str, OperatorSchema], problems: Problems
@@ -107,7 +97,6 @@ def _check_kind(parameter: Parameter, setting: Setting, path: KeyPath, problems:
 
 def check_slices(
     schema: OperatorSchema | None,
-    merges_base: bool,
     modules: Sequence[Module],
     references: Sequence[ModelRef],
     problems: Problems,
@@ -143,7 +132,7 @@ def check_base(schema: OperatorSchema, modules: Sequence[Module], problems: Prob
 
 
 def _check_count(schema: OperatorSchema, part: Slice, problems: Problems) -> None:
-    n = len(part.contributing(schema.base == "none"))
+    n = len(part.contributing(schema))
     fewest, most = schema.experts
     if n == 0 and part.entries and part.base is not None and schema.may_lack_experts:
         return
@@ -198,9 +187,9 @@ _BY_NAME = {
 _OUTSIDE_T = "is outside [0, 1], so the merge leaves the way between the two models"
 
 
-def recipe_warnings(parsed: ParsedRecipe, schema: OperatorSchema) -> list[str]:
+def recipe_warnings(parsed: ParsedRecipe) -> list[str]:
     """The warnings that a recipe's text and its method give reason for."""
-    warnings = _base_warnings(parsed, schema)
+    schema, warnings = parsed.schema, _base_warnings(parsed)
     warnings += _method_warnings(schema, [level for level, _ in parsed.levels()])
     warnings += [
         f"{shown_path(part.level.path)} takes no layer, as the end of a layer_range is not "
@@ -221,7 +210,7 @@ def recipe_warnings(parsed: ParsedRecipe, schema: OperatorSchema) -> list[str]:
 
 
 def joined_base(parsed: ParsedRecipe, *, joined: bool) -> list[str]:
-    """That a base which is not listed is merged like the models that are."""
+    """Warn that a base which is not listed is merged like the models that are."""
     if not joined or parsed.base is None:
         return []
     return [
@@ -232,7 +221,7 @@ def joined_base(parsed: ParsedRecipe, *, joined: bool) -> list[str]:
 
 
 def _odd_shares(place: str, level: Level, name: str) -> list[str]:
-    """That a share above 1 keeps everything, and a share of 0 nothing."""
+    """Warn that a share above 1 keeps everything, and a share of 0 nothing."""
     shares = [[a for a in r.anchors if not isinstance(a, str)] for r in level.settings[name]]
     largest = max((a for anchors in shares for a in anchors), default=1)
     if largest > 1:
@@ -245,10 +234,10 @@ def _within(level: Level, name: str) -> bool:
     return all(0 <= number <= 1 for number in numbers)
 
 
-def _base_warnings(parsed: ParsedRecipe, schema: OperatorSchema) -> list[str]:
+def _base_warnings(parsed: ParsedRecipe) -> list[str]:
     warnings = []
     listed = {entry.model for entry in parsed.entries()}
-    if schema.base == "none":
+    if parsed.schema.base == "none":
         if parsed.base is not None and parsed.base not in listed:
             warnings.append(
                 f"base_model {parsed.references[parsed.base].text!r} is not listed under models: "
@@ -287,7 +276,7 @@ def _method_warnings(schema: OperatorSchema, levels: Sequence[Level]) -> list[st
 
 
 def dtype_warnings(dtype: str | None, stored: Iterable[str]) -> list[str]:
-    """What `dtype` (a safetensors code) means for inputs of the `stored` dtypes."""
+    """Warn of what `dtype` (a safetensors code) means for inputs of the `stored` dtypes."""
     floating = sorted({code for code in stored if code in FLOATING})
     if dtype is None:
         short = [TORCH_NAME[code] for code in floating if itemsize(code) < 4]
@@ -323,7 +312,7 @@ def mixed_shapes(
     tables: Sequence[Mapping[str, TensorEntry | TensorView]],
     refs: Sequence[ModelRef],
 ) -> list[str]:
-    """That layers of several models differ in shape, which no config can say; `made` from these."""
+    """Warn of layers that differ in shape, which no config can say; `made` from the models."""
     seen: dict[str, tuple[int, str, tuple[int, ...]]] = {}
     for t in made:
         source = t.base or t.inputs[0]
@@ -342,7 +331,7 @@ def mixed_shapes(
 
 
 def copied(names: Sequence[str], source: ModelRef) -> str:
-    """That tensors without floating-point numbers, `names` with their dtypes, are not merged."""
+    """Warn that tensors without floating-point numbers, with their dtypes, are not merged."""
     return (
         f"{len(names)} tensors have no floating-point numbers, first {names[0]}: they are copied "
         f"from {source.text!r}, whatever the other models have there"
@@ -350,7 +339,7 @@ def copied(names: Sequence[str], source: ModelRef) -> str:
 
 
 def untied(head: str, lacking: Sequence[ModelRef]) -> str:
-    """That `head` is written although some models tie it to their embeddings."""
+    """Warn that `head` is written although some models tie it to their embeddings."""
     names = ", ".join(repr(ref.text) for ref in lacking)
     return (
         f"{head} is written because an input has it; {names} ties it, so the embeddings of that "

@@ -18,7 +18,7 @@ from mergepipe_pipeline.domain.evaluation import (
     Perplexity,
     Threshold,
 )
-from mergepipe_pipeline.recipe.keys import Keys, expecting, is_number, is_text, whole
+from mergepipe_pipeline.recipe.keys import Keys, expecting, is_bool, is_number, is_text, whole
 from mergepipe_pipeline.recipe.problems import KeyPath, Problems, shown, suggest
 
 _KINDS = ("command", "python", "perplexity", "lm_eval")
@@ -54,10 +54,6 @@ def _command(value: Any) -> tuple[str, ...]:
 
 def _is_limit(value: Any) -> bool:
     return is_number(value) and value > 0 and (value <= 1 or value % 1 == 0)
-
-
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool)
 
 
 def _is_time(value: Any) -> bool:
@@ -99,13 +95,15 @@ class _LmEval(Keys):
         Any, expecting("a number of examples, or a share of them below 1", _is_limit, float)
     ] = None
     num_fewshot: Annotated[Any, whole(0, _MOST_EXAMPLES)] = None
-    apply_chat_template: Annotated[Any, expecting("true or false", _is_bool)] = False
+    apply_chat_template: Annotated[Any, expecting("true or false", is_bool)] = False
     batch_size: Annotated[Any, whole(1, _MOST_EXAMPLES)] = 1
     device: Annotated[Any, expecting("a device like cpu or cuda:0", is_text)] = None
     include_path: Annotated[Any, expecting("a folder of tasks", is_text)] = None
 
 
-class _Evaluate(Keys):
+class EvaluateYaml(Keys):
+    """The key `evaluate:`."""
+
     example = "{command: [python, eval.py]}"
     command: Annotated[Any, AfterValidator(_command)] = ()
     python: Annotated[Any, expecting("package.module:function", _is_entry)] = None
@@ -123,22 +121,24 @@ class _Evaluate(Keys):
             raise ValueError(f"expected one of {', '.join(_KINDS)}, found {listed}")
         return self
 
+    @property
+    def evaluator(self) -> Evaluator:
+        """The evaluator that these keys ask for."""
+        return Evaluator(
+            self.command,
+            self.python,
+            None if self.perplexity is None else Perplexity(**self.perplexity.model_dump()),
+            self.timeout,
+            self.retries,
+            None if self.lm_eval is None else LmEval(**self.lm_eval.model_dump()),
+            self.env,
+        )
+
 
 def read_evaluate(value: object, problems: Problems) -> Evaluator | None:
     """The `evaluate:` of a recipe; None without one, or with every problem added at its place."""
-    keys = None if value is None else _Evaluate.read(value, ("evaluate",), problems)
-    if keys is None:
-        return None
-    perplexity, lm_eval = keys.perplexity, keys.lm_eval
-    return Evaluator(
-        keys.command,
-        keys.python,
-        None if perplexity is None else Perplexity(**perplexity.model_dump()),
-        keys.timeout,
-        keys.retries,
-        None if lm_eval is None else LmEval(**lm_eval.model_dump()),
-        keys.env,
-    )
+    keys = None if value is None else EvaluateYaml.read(value, ("evaluate",), problems)
+    return None if keys is None else keys.evaluator
 
 
 def read_gate(value: object, evaluate: object, problems: Problems) -> Gate | None:

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from typing import Any, ClassVar, Self, get_args
+from typing import Annotated, Any, ClassVar, Self, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
 
 from mergepipe_pipeline.recipe.problems import KeyPath, Problems, sentence_of, shown
+from mergepipe_pipeline.recipe.references import UnreadableReference, parse_reference
 
 
 class Keys(BaseModel):
     """A mapping with these keys and no others; null counts as if the key were not there."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-    #: How such a mapping is written, for messages.
-    example: ClassVar[str] = "{}"
+    #: How such a mapping is written, for messages; the first key where that says enough.
+    example: ClassVar[str] = ""
 
     @model_validator(mode="before")
     @classmethod
     def _of_mapping(cls, value: Any) -> Any:
         if not isinstance(value, dict):
-            raise ValueError(f"expected a mapping like {cls.example}, found {shown(value)}")
-        return {key: item for key, item in value.items() if item is not None}
+            how = f"like {cls.example}" if cls.example else f"with `{cls.names()[0]}:`"
+            raise ValueError(f"expected a mapping {how}, found {shown(value)}")
+        names = cls.names()
+        return {key: v for key, v in value.items() if v is not None or key not in names}
 
     @classmethod
     def read(cls, value: object, path: KeyPath, problems: Problems) -> Self | None:
@@ -36,14 +39,27 @@ class Keys(BaseModel):
         return None
 
     @classmethod
+    def names(cls) -> list[str]:
+        """The keys, as they are written."""
+        return [field.alias or name for name, field in cls.model_fields.items()]
+
+    @classmethod
     def keys_at(cls, path: KeyPath) -> Collection[str]:
         """The keys that may stand where the last part of `path` stands."""
-        for part in path[:-1]:
-            field = cls.model_fields.get(str(part))
-            kinds = (field.annotation, *get_args(field.annotation)) if field else ()
-            inner = [k for k in kinds if isinstance(k, type) and issubclass(k, Keys)]
-            return inner[0].keys_at(path[1:]) if inner else ()
-        return cls.model_fields
+        if len(path) == 1:
+            return cls.names()
+        by_name = dict(zip(cls.names(), cls.model_fields.values(), strict=True))
+        field = by_name.get(str(path[0]))
+        return () if field is None else _keys_in(field.annotation, path[1:])
+
+
+def _keys_in(kind: Any, path: KeyPath) -> Collection[str]:
+    """The keys at a path below a value of a kind: a mapping, or a list or an option of such."""
+    if isinstance(kind, type) and issubclass(kind, Keys):
+        return kind.keys_at(path)
+    below = path[1:] if get_origin(kind) in (list, dict) else path
+    found = (_keys_in(part, below) for part in get_args(kind) if below)
+    return next(filter(None, found), ())
 
 
 def expecting(
@@ -59,6 +75,19 @@ def expecting(
     return AfterValidator(check)
 
 
+def readable(value: Any) -> Any:
+    """The value that names a model. Raises ValueError for what cannot be read as a reference."""
+    try:
+        parse_reference(value)
+    except UnreadableReference as error:
+        raise ValueError(str(error)) from None
+    return value
+
+
+#: A model as recipes name one, as it is written.
+Reference = Annotated[Any, AfterValidator(readable)]
+
+
 def whole(least: int, most: int) -> AfterValidator:
     """For `Annotated[Any, …]`: a whole number from `least` to `most`."""
     expected = f"a whole number from {least:g} to {most:.12g}"
@@ -71,6 +100,11 @@ def is_number(value: Any) -> bool:
     """Whether a value is a finite number, and neither true nor false."""
     is_real = isinstance(value, int | float) and not isinstance(value, bool)
     return is_real and math.isfinite(value)
+
+
+def is_bool(value: Any) -> bool:
+    """Whether a value is true or false."""
+    return isinstance(value, bool)
 
 
 def is_text(value: object) -> bool:

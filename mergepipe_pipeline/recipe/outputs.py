@@ -23,7 +23,7 @@ from mergepipe_pipeline.domain.layers import (
 )
 from mergepipe_pipeline.domain.operator import OperatorSchema
 from mergepipe_pipeline.domain.recipe import BaseTensor
-from mergepipe_pipeline.recipe.model_tensors import Belongs, Tables
+from mergepipe_pipeline.recipe.model_tensors import Belongs, ModelTable
 from mergepipe_pipeline.recipe.parameters import position
 from mergepipe_pipeline.recipe.problems import Problems
 from mergepipe_pipeline.recipe.structure import Entry, Level, Module, Slice
@@ -66,7 +66,7 @@ class Outputs:
     """
 
     schema: OperatorSchema
-    tables: Tables
+    models: Sequence[ModelTable]
     problems: Problems
     belongs: Belongs
     levels: tuple[Level, ...]
@@ -83,9 +83,11 @@ class Outputs:
         lead = self._lead(part)
         if lead is None:
             return
-        counts = self.tables.depth(lead, self.belongs)
+        model = self.models[lead]
+        counts = model.depths(self.belongs)
         for entry in part.entries:
-            self.tables.check_stacks(entry, lead, self.belongs, self.problems)
+            path = (*entry.level.path, "model")
+            self.models[entry.model].check_stacks(model, self.belongs, path, self.problems)
         names = self._names(part, lead, self.belongs)
         for name in names:
             t = min(position(layer_index(name), counts.get(layer_stack(name) or "", 1)), 1.0)
@@ -116,21 +118,21 @@ class Outputs:
         for part in module.slices:
             for entry in part.entries:
                 # An adapter alone has the layers of the base it changes.
-                owner = part.base if self.tables.partial[entry.model] else entry.model
-                stacks = self.tables.stacks(entry.model if owner is None else owner, self.belongs)
-                text = self.tables.refs[entry.model].text
+                model = self.models[entry.model]
+                base = None if part.base is None else self.models[part.base]
+                stacks = ((model.is_partial and base) or model).stacks(self.belongs)
                 path = (*entry.level.path, "layer_range")
                 end = (entry.layers or (0, 0))[1]
                 if len(stacks) != 1:
                     listed = ", ".join(stacks) or "none"
                     self.problems.add(
                         path,
-                        f"slices need a model with one stack of layers, {text!r} has {listed}; "
+                        f"slices need a model with one stack of layers, {model.text} has {listed}; "
                         "choose a part with `modules:`",
                     )
                 elif end > next(iter(stacks.values())):
                     n = next(iter(stacks.values()))
-                    self.problems.add(path, f"{text!r} has {n} layers, so no layer {end - 1}")
+                    self.problems.add(path, f"{model.text} has {n} layers, so no layer {end - 1}")
         return len(self.problems) == n_before
 
     def _layer(self, part: Slice, k: int, out: int, t: float) -> Iterator[Output]:
@@ -151,7 +153,7 @@ class Outputs:
         names: dict[str, None] = {}
         for model in dict.fromkeys((lead, *(e.model for e in part.entries))):
             want = starts.get(model, default) + k
-            for name in self.tables.in_layer(model, want):
+            for name in self.models[model].layers.get(want, ()):
                 if is_in_layer(name) and self._counts(name, lead, model, in_model, out):
                     names[with_layer_index(name, out)] = None
         for name in names:
@@ -174,18 +176,20 @@ class Outputs:
     def _is_extra(
         self, name: str, twin: str, lead: int, model: int, *, has_base: bool = True
     ) -> bool:
-        table = self.tables[lead]
-        if twin in table or is_buffer(name):
+        of = self.models[lead]
+        if twin in of.tensors or is_buffer(name):
             return False
-        if self.tables.partner(lead, twin) is not None:
+        if of.partner(twin) is not None:
             return True
-        if is_optional(name) and not is_head(name) and not self._is_of_other_part(twin, lead):
+        # A bias of a module that the lead does not have, as of a tower that sees, is left out.
+        is_own = of.find(f"{twin.removesuffix('.bias')}.weight") is not None
+        if is_optional(name) and not is_head(name) and is_own:
             return True
-        is_needed = self.tables.needs(lead, twin) and self.tables.has_in_another_layer(lead, twin)
+        is_needed = of.needs(twin) and of.has_in_another_layer(twin)
         if is_needed or (is_head(name) and not has_base):
-            self.tables.note("missing", lead, twin)
+            of.note("missing", twin)
         else:
-            self.tables.note("extra", model, name)
+            self.models[model].note("extra", name)
         return False
 
     def _tied_heads(self, first: Slice, last: Slice) -> Iterator[Output]:
@@ -193,15 +197,11 @@ class Outputs:
         begins, ends = self._lead(first), self._lead(last)
         if begins is None or ends is None:
             return
-        for name in self.tables[begins]:
-            is_stored = name in self.tables[ends]
+        for name in self.models[begins].tensors:
+            is_stored = name in self.models[ends].tensors
             is_own_head = self.belongs(name) and is_head(name)
-            if is_own_head and not is_stored and self.tables.find(ends, name):
+            if is_own_head and not is_stored and self.models[ends].find(name):
                 yield self._slot(last, name, 0.0, _same)
-
-    def _is_of_other_part(self, twin: str, lead: int) -> bool:
-        """Whether a bias is of a module that the lead does not have, as of a tower that sees."""
-        return self.tables.find(lead, f"{twin.removesuffix('.bias')}.weight") is None
 
     def _same_names(self, part: Slice, belongs: Belongs) -> Iterator[Output]:
         lead = self._lead(part)
@@ -210,10 +210,10 @@ class Outputs:
 
     def _names(self, part: Slice, lead: int, belongs: Belongs) -> list[str]:
         """Output names in the lead's order, then optional ones that other models have."""
-        names = [name for name in self.tables[lead] if belongs(name)]
+        names = [name for name in self.models[lead].tensors if belongs(name)]
         seen = set(names)
         for entry in part.entries:
-            for name in self.tables[entry.model]:
+            for name in self.models[entry.model].tensors:
                 if name in seen or not belongs(name):
                     continue
                 has_base = part.base is not None
@@ -227,13 +227,13 @@ class Outputs:
         listed = [entry.model for entry in part.entries]
         if part.base is not None and (part.whole or part.base in listed):
             return part.base
-        complete = [model for model in listed if not self.tables.partial[model]]
+        complete = [model for model in listed if not self.models[model].is_partial]
         if complete:
             return complete[0]
         if part.base is None:
             self.problems.add(
                 part.level.path,
-                f"{self.tables.refs[listed[0]].text!r} is an adapter or a delta alone; give its "
+                f"{self.models[listed[0]].text} is an adapter or a delta alone; give its "
                 "base as `base_model:`",
             )
         return part.base
@@ -247,27 +247,27 @@ class Outputs:
     ) -> Output:
         base = None
         if part.base is not None:
-            tensor = self.tables.find(part.base, in_model(name, part.base))
+            tensor = self.models[part.base].find(in_model(name, part.base))
             base = BaseTensor(part.base, tensor) if tensor is not None else None
         taken, lacking = [], []
-        for i, entry in enumerate(part.contributing(self.schema.base == "none")):
-            own = in_model(name, entry.model)
-            tensor = self.tables.find(entry.model, own) or self._tied(entry.model, own, base)
+        for i, entry in enumerate(part.contributing(self.schema)):
+            own, model = in_model(name, entry.model), self.models[entry.model]
+            tensor = model.find(own) or _tied(model, own, base)
             if tensor is not None:
                 taken.append(SourceTensor(entry, i, own, tensor, True))
-            elif self.tables.partial[entry.model]:
+            elif model.is_partial:
                 if base is not None:
                     self._check_partial(entry, own, base)
                     taken.append(SourceTensor(entry, i, own, base.tensor, False))
             elif is_head(own) and base is not None:
-                self.tables.note("headless", entry.model, own)
+                model.note("headless", own)
                 taken.append(SourceTensor(entry, i, own, base.tensor, False))
             elif not is_optional(own) or is_head(own):
-                lacking.append((entry.model, own))
+                lacking.append((model, own))
         if lacking and (alone := self._alone(part, name, in_model, taken, lacking)):
             return Output(name, part, t, alone, (), (part.level, *self.levels))
         for model, own in lacking:
-            self.tables.note("missing", model, own)
+            model.note("missing", own)
         return Output(name, part, t, base, tuple(taken), (part.level, *self.levels))
 
     def _alone(
@@ -276,7 +276,7 @@ class Outputs:
         name: str,
         in_model: InModel,
         taken: Sequence[SourceTensor],
-        lacking: Sequence[tuple[int, str]],
+        lacking: Sequence[tuple[ModelTable, str]],
     ) -> BaseTensor | None:
         """The lead's tensor, where it alone has it and the other models are whole without it."""
         lead = self._lead(part)
@@ -285,28 +285,29 @@ class Outputs:
             lead is None
             or is_head(name)
             or other_sources
-            or any(self.tables.needs(*gap) for gap in lacking)
+            or any(model.needs(own) for model, own in lacking)
         ):
             return None
-        tensor = self.tables.find(lead, in_model(name, lead))
+        tensor = self.models[lead].find(in_model(name, lead))
         if tensor is None:
             return None
-        self.tables.note("alone", lead, tensor)
+        self.models[lead].note("alone", tensor)
         return BaseTensor(lead, tensor)
-
-    def _tied(self, model: int, own: str, base: BaseTensor | None) -> str | None:
-        """The base's tied matrix that stands for `own`, if a partial model changes it."""
-        if base is None or not self.tables.partial[model] or not embedding_like(own):
-            return None
-        return base.tensor if base.tensor in self.tables[model] else None
 
     def _check_partial(self, entry: Entry, own: str, base: BaseTensor) -> None:
         if layer_index(own) != layer_index(base.tensor):
-            text = self.tables.refs[entry.model].text
             self.problems.add(
                 entry.level.path,
-                f"{text!r} is an adapter or a delta alone, so its layers must be those of the base",
+                f"{self.models[entry.model].text} is an adapter or a delta alone, so its layers "
+                "must be those of the base",
             )
+
+
+def _tied(model: ModelTable, own: str, base: BaseTensor | None) -> str | None:
+    """The base's tied matrix that stands for `own`, if a partial model changes it."""
+    if base is None or not model.is_partial or not embedding_like(own):
+        return None
+    return base.tensor if base.tensor in model.tensors else None
 
 
 def _same(name: str, model: int) -> str:

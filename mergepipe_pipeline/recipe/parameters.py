@@ -1,4 +1,4 @@
-"""What a parameter's value may be and what it is worth for one tensor, as in mergekit.
+"""The values that a parameter may have, and what each is worth for one tensor, as in mergekit.
 
 A value is a number or a text, a gradient (list of numbers over the layers), or a list of `{filter,
 value}` whose first match wins. Numeric texts count as numbers. A bare `{filter, value}` is read as

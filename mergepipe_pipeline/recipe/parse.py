@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
-from mergepipe_pipeline.domain.evaluation import Evaluator, Gate
 from mergepipe_pipeline.domain.operator import OperatorSchema
-from mergepipe_pipeline.domain.recipe import Budget, ModelRef, TokenizerRecipe
+from mergepipe_pipeline.domain.recipe import ModelRef
 from mergepipe_pipeline.errors import BudgetError, MergePipeError
 from mergepipe_pipeline.recipe.budget import parse_budget, read_budget, with_amount
 from mergepipe_pipeline.recipe.checks import (
-    base_takes_part,
     check_base,
     check_parameters,
     check_slices,
@@ -30,12 +29,7 @@ from mergepipe_pipeline.recipe.evaluate import read_evaluate, read_gate
 from mergepipe_pipeline.recipe.problems import KeyPath, Problems, recipe_error, shown
 from mergepipe_pipeline.recipe.references import UnreadableReference, parse_reference
 from mergepipe_pipeline.recipe.resolve_tensors import resolve_recipe
-from mergepipe_pipeline.recipe.schema import (
-    DEFAULT_SCHEDULE,
-    RecipeYaml,
-    ref_problem,
-    validate,
-)
+from mergepipe_pipeline.recipe.schema import DEFAULT_SCHEDULE, RecipeYaml, ref_problem, validate
 from mergepipe_pipeline.recipe.selectors import Choose, nobody
 from mergepipe_pipeline.recipe.structure import (
     Choice,
@@ -47,11 +41,10 @@ from mergepipe_pipeline.recipe.structure import (
     read_structure,
     with_joined_base,
 )
-from mergepipe_pipeline.recipe.tokens import check_chat_template, parse_tokenizer
+from mergepipe_pipeline.recipe.tokens import check_chat_template, read_tokenizer
 from mergepipe_pipeline.recipe.yaml_text import Document, read_documents
 
 __all__ = ["ParsedRecipe", "parse_recipes", "resolve_recipe"]
-
 
 Methods = Mapping[str, OperatorSchema]
 #: Why a model cannot be used; None if it can, or if nobody looks.
@@ -63,7 +56,7 @@ def parse_recipes(
     *,
     name: str,
     where: str,
-    methods: Methods | None = None,
+    methods: Methods,
     choose: Choose = nobody,
     lenient: bool = False,
     lost: Lost = lambda _: None,
@@ -72,9 +65,8 @@ def parse_recipes(
 
     A model named like an earlier stage is that stage's result. The budget's amount, the ref and the
     schedule of all are those of the last; `name` is the default ref, `where` (a path) goes into
-    messages. With `methods`, the method and its parameters' names are checked here already, else by
-    `resolve_recipe`. Selectors are replaced by the experts that `choose` gives, as if the recipe
-    named them. Of a recipe with problems, what is `lost` of its models is a problem, too.
+    messages. Selectors are replaced by the experts that `choose` gives, as if the recipe named
+    them. Of a recipe with problems, what is `lost` of its models is a problem, too.
 
     Raises RecipeError with every problem; BudgetError if the budget's amount is the only one.
     """
@@ -114,146 +106,83 @@ def _error(documents: Collection[Document], where: str) -> MergePipeError:
 
 
 def _parse(
-    document: Document,
-    name: str,
-    where: str,
-    methods: Methods | None,
-    choice: Choice,
+    document: Document, name: str, where: str, methods: Methods, choice: Choice
 ) -> ParsedRecipe | None:
     """The recipe in a document; its problems are in `document.problems`."""
     problems, value = document.problems, document.value
     if not isinstance(value, dict):
         if not problems:
-            problems.add(
-                (), "a recipe is a mapping with `merge_method:` and `models:`", document.line
-            )
+            text = "a recipe is a mapping with `merge_method:` and `models:`"
+            problems.add((), text, document.line)
         return None
     yaml = validate(value, problems)
-    keys = _read_keys(value, methods, choice, problems)
-    if yaml is None:
-        return None
-    modules = keys.modules
-    if keys.schema is not None:
-        modules = with_joined_base(modules, keys.level, keys.base, keys.schema)
-    merges_base = base_takes_part(yaml.merge_method, methods)
-    check_slices(keys.schema, merges_base, modules, keys.references, problems)
-    parsed = _parsed_recipe(document, yaml, keys, modules, name=name, where=where)
-    parsed = replace(parsed, selected=tuple(choice.selected))
-    if keys.schema is None:
-        return parsed
-    warnings = (
-        *recipe_warnings(parsed, keys.schema),
-        *joined_base(parsed, joined=modules != keys.modules),
-    )
-    ignored = dict.fromkeys(problems.ignored)
-    return replace(parsed, warnings=tuple(dict.fromkeys((*parsed.warnings, *warnings, *ignored))))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Keys:
-    """The values of the keys that `schema` leaves open; `schema` is the method's, if known."""
-
-    references: tuple[ModelRef, ...]
-    base: int | None
-    modules: tuple[Module, ...]
-    level: Level
-    budget: Budget
-    tokenizer: TokenizerRecipe | None
-    chat_template: str | None
-    evaluator: Evaluator | None
-    gate: Gate | None
-    schema: OperatorSchema | None
-    warnings: tuple[str, ...]
-
-
-def _parsed_recipe(
-    document: Document,
-    yaml: RecipeYaml,
-    keys: _Keys,
-    modules: tuple[Module, ...],
-    *,
-    name: str,
-    where: str,
-) -> ParsedRecipe:
-    """What a document says, key by key; `modules` have the base among their models."""
-    return ParsedRecipe(
+    # The other keys are read whatever is wrong with some, so that all problems are said at once.
+    warnings: list[str] = []
+    models = Models()
+    listed, level = read_structure(value, models, problems, warnings, choice)
+    base, evaluate = _base(value, models, listed), value.get("evaluate")
+    schema = _method(value, listed, level, methods, problems, warnings)
+    modules = with_joined_base(listed, level, base, schema) if schema else listed
+    of_keys = partial(
+        ParsedRecipe,
         name=name,
         where=where,
         text=document.text,
-        method=yaml.merge_method,
-        references=keys.references,
-        base=keys.base,
+        base=base,
         modules=modules,
-        level=keys.level,
+        level=level,
+        budget=read_budget(value.get("budget"), problems),
+        tokenizer=read_tokenizer(value, base, models, problems),
+        chat_template=check_chat_template(value.get("chat_template"), problems),
+        evaluator=read_evaluate(evaluate, problems),
+        gate=read_gate(value.get("gate"), evaluate, problems),
+        lines=document.lines,
+        lenient=problems.lenient,
+    )
+    if yaml is None:
+        return None
+    check_slices(schema, modules, models.refs, problems)
+    if schema is None:
+        return None
+    recipe = partial(of_keys, schema=schema, references=tuple(models.refs))
+    parsed = _parsed(recipe, yaml, _ref(yaml, name, problems))
+    warnings += [*recipe_warnings(parsed), *joined_base(parsed, joined=modules != listed)]
+    warnings += problems.ignored
+    selected = tuple(choice.selected)
+    return replace(parsed, selected=selected, warnings=tuple(dict.fromkeys(warnings)))
+
+
+def _parsed(recipe: Callable[..., ParsedRecipe], yaml: RecipeYaml, ref: str) -> ParsedRecipe:
+    return recipe(
         dtype=yaml.dtype,
         out_dtype=yaml.out_dtype or yaml.dtype,
-        budget=keys.budget,
         strategy=yaml.strategy,
         seed=yaml.seed,
-        ref=_ref(yaml, name, document.problems),
+        ref=ref,
         schedule=yaml.schedule or (DEFAULT_SCHEDULE if yaml.trigger == "nightly" else None),
         trigger=yaml.trigger or ("nightly" if yaml.schedule else "change"),
         timezone=yaml.timezone,
         block_elems=yaml.block_size,
-        tokenizer=keys.tokenizer,
-        chat_template=keys.chat_template,
-        evaluator=keys.evaluator,
-        gate=keys.gate,
         stage=yaml.name or yaml.out_path,
-        warnings=keys.warnings,
-        lines=document.lines,
-        lenient=document.problems.lenient,
     )
 
 
-def _read_keys(
-    value: Mapping[str, object],
-    methods: Methods | None,
-    choice: Choice,
-    problems: Problems,
-) -> _Keys:
-    """Read models, parameters, tokens and budget, also when other keys are wrong."""
-    warnings: list[str] = []
-    models = Models()
-    modules, level = read_structure(value, models, problems, warnings, choice)
-    base = _base(value, models, modules)
-    tokenizer, chat_template = _tokens(value, base, models, problems)
-    budget = read_budget(value.get("budget"), problems)
-    schema = _check(value, modules, level, methods, problems, warnings)
-    return _Keys(
-        references=tuple(models.refs),
-        base=base,
-        modules=modules,
-        level=level,
-        budget=budget,
-        tokenizer=tokenizer,
-        chat_template=chat_template,
-        evaluator=read_evaluate(value.get("evaluate"), problems),
-        gate=read_gate(value.get("gate"), value.get("evaluate"), problems),
-        schema=schema,
-        warnings=tuple(dict.fromkeys(warnings)),
-    )
-
-
-def _check(
+def _method(
     value: Mapping[str, object],
     modules: tuple[Module, ...],
     level: Level,
-    methods: Methods | None,
+    methods: Methods,
     problems: Problems,
     warnings: list[str],
 ) -> OperatorSchema | None:
-    """Check the method as far as possible, also when other keys are wrong."""
+    """The method's schema, to which the parameters are held; None with a problem for none such."""
     method = value.get("merge_method")
-    if methods is None or not isinstance(method, str):
-        return None
-    schema = find_method(method, methods, problems)
-    if schema is None:
-        return None
-    warnings += check_parameters(schema, methods, levels(modules, level), problems)
-    # A wrong base is not a missing one, and was reported already.
-    if value.get("base_model") is None:
-        check_base(schema, modules, problems)
+    schema = find_method(method, methods, problems) if isinstance(method, str) else None
+    if schema is not None:
+        warnings += check_parameters(schema, methods, levels(modules, level), problems)
+        # A wrong base is not a missing one, and was reported already.
+        if value.get("base_model") is None:
+            check_base(schema, modules, problems)
     return schema
 
 
@@ -262,20 +191,6 @@ def _base(value: Mapping[str, object], models: Models, modules: tuple[Module, ..
         return models.number(value["base_model"])
     bases = {part.base for module in modules for part in module.slices}
     return bases.pop() if len(bases) == 1 else None
-
-
-def _tokens(
-    value: Mapping[str, object], base: int | None, models: Models, problems: Problems
-) -> tuple[TokenizerRecipe | None, str | None]:
-    def number_of(reference: object, path: KeyPath) -> int | None:
-        try:
-            parse_reference(reference)
-        except UnreadableReference as error:
-            problems.add(path, str(error))
-        return models.number(reference)
-
-    tokenizer = parse_tokenizer(value, base, number_of, problems)
-    return tokenizer, check_chat_template(value.get("chat_template"), problems)
 
 
 def _ref(yaml: RecipeYaml, name: str, problems: Problems) -> str:
@@ -341,7 +256,7 @@ def _names(documents: Sequence[Document]) -> dict[str, int]:
 
 
 def stage_name(value: Mapping[str, object]) -> str | None:
-    """What later stages call a document's result, or None."""
+    """The name by which later stages call a document's result, or None."""
     name = value.get("name") or value.get("out_path")
     return name if isinstance(name, str) else None
 

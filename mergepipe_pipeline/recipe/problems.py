@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from mergepipe_pipeline.errors import RecipeError
+from mergepipe_pipeline.text import listed
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -31,10 +32,11 @@ class Problems:
         self.lenient = lenient
         self.ignored: list[str] = []
         self._entries: list[tuple[int, str, str]] = []
+        self._of_tensors: dict[tuple[KeyPath, str], dict[str, None]] = {}
         self._closed: set[KeyPath] = set()
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._entries) + len(self._of_tensors)
 
     def add(self, path: KeyPath, text: str, line: int | None = None) -> None:
         """Note that `text` is wrong at `path` (keys and list indices from the top).
@@ -45,6 +47,10 @@ class Problems:
             return
         line = line_of(path, self._lines) if line is None else line
         self._entries.append((line, shown_place(path, line), text))
+
+    def add_of(self, tensor: str, path: KeyPath, text: str) -> None:
+        """Note that `text` is wrong at `path` for a tensor: of many the first is named."""
+        self._of_tensors.setdefault((path, text), {})[tensor] = None
 
     def add_unknown(
         self, value: Mapping[str, object], known: Collection[str], path: KeyPath
@@ -67,7 +73,11 @@ class Problems:
 
     def placed(self) -> list[tuple[str, str]]:
         """Place and text of each problem, once, in the order of lines."""
-        by_line = sorted(self._entries, key=lambda p: p[0])
+        entries = list(self._entries)
+        for (path, text), tensors in self._of_tensors.items():
+            line = line_of(path, self._lines)
+            entries.append((line, shown_place(path, line), f"{text}, tensor {listed(tensors, 1)}"))
+        by_line = sorted(entries, key=lambda p: p[0])
         return list(dict.fromkeys((place, text) for _, place, text in by_line))
 
     def sentences(self) -> tuple[str, ...]:
@@ -152,7 +162,4 @@ def sentence_of(error: ErrorDetails, known_keys: Callable[[KeyPath], Collection[
         return "this key is required and missing"
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
-    if error["type"] == "model_type":
-        first = next(iter(known_keys((*path, ""))))
-        return f"expected a mapping with `{first}:`, found {shown(value)}"
     return f"{error['msg'].replace('Input should be', 'expected')}, found {shown(value)}"

@@ -41,7 +41,7 @@ def parse_reference(value: object) -> ModelRef:
 
 
 def identity(ref: ModelRef) -> tuple[str | None, ...]:
-    """What makes two references one: everything but the text."""
+    """The identity of a reference: everything but the text."""
     return (ref.model, ref.revision, ref.lora, ref.lora_revision)
 
 

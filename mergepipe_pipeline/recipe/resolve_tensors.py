@@ -18,18 +18,13 @@ from mergepipe_pipeline.domain.recipe import BaseTensor, Params, Recipe, TensorI
 from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.recipe.budget import check_budget_options
 from mergepipe_pipeline.recipe.checks import (
-    check_base,
-    check_parameters,
-    check_slices,
     copied,
     dtype_warnings,
-    find_method,
     idle_filters,
     mixed_shapes,
-    recipe_warnings,
     untied,
 )
-from mergepipe_pipeline.recipe.model_tensors import Belongs, Table, Tables
+from mergepipe_pipeline.recipe.model_tensors import Belongs, ModelTable, Table
 from mergepipe_pipeline.recipe.outputs import (
     Output,
     Outputs,
@@ -42,76 +37,36 @@ from mergepipe_pipeline.recipe.outputs import (
 from mergepipe_pipeline.recipe.parameters import as_bool, look_up
 from mergepipe_pipeline.recipe.problems import KeyPath, Problems, recipe_error
 from mergepipe_pipeline.recipe.structure import Level, ParsedRecipe
-from mergepipe_pipeline.text import listed
 
 
-def resolve_recipe(
-    parsed: ParsedRecipe,
-    tables: Sequence[Table],
-    methods: Mapping[str, OperatorSchema],
-    partial: Sequence[bool] = (),
-    depths: Sequence[int | None] = (),
-    ties: Sequence[bool] = (),
-) -> Recipe:
-    """Give every output tensor its inputs and numbers.
+def resolve_recipe(parsed: ParsedRecipe, models: Sequence[ModelTable]) -> Recipe:
+    """Give every output tensor its inputs and numbers; `models[i]` is `parsed.references[i]`.
 
-    `tables[i]` are the tensors of `parsed.references[i]` by name, in file order. `partial[i]` says
-    that model i is an adapter or a delta alone: its table has the base's names that it changes.
-    Where other models take part and its share matters (values are merged, or deltas are counted or
-    measured), it stays an input under the base's tensor name; else it is no input there. `depths`
-    are the numbers of layers that the models' configs state: a layer beyond is a part of its own.
-    `ties[i]` says that the head of model i is its embedding; without it all are.
+    Where other models take part than a partial one, and its share matters (values are merged, or
+    deltas are counted or measured), it stays an input under the base's tensor name; else it is no
+    input there.
 
     Raises RecipeError with every problem.
     """
-    problems = Problems(parsed.lines, lenient=parsed.lenient)
-    schema = find_method(parsed.method, methods, problems)
-    if schema is None:
-        raise recipe_error([problems], parsed.where)
-    warnings = _check_text(parsed, schema, methods, problems)
-    if len(tables) != len(parsed.references):
-        problems.add(
-            (), f"expected tensors of {len(parsed.references)} models, found {len(tables)}"
-        )
-    if problems:
-        raise recipe_error([problems], parsed.where)
-    flags = [*partial, *[False] * (len(tables) - len(partial))]
-    tied = [*ties, *[True] * (len(tables) - len(ties))]
-    model_tables = Tables(parsed.references, tables, flags, depths, tied)
-    resolver = _Resolver(parsed, schema, model_tables, problems)
+    problems = Problems(parsed.lines)
+    resolver = _Resolver(parsed, models, problems)
     tensors = resolver.tensors()
     if not problems:
         check_budget_options(parsed.budget, parsed.references, tensors, problems)
     if problems:
         raise recipe_error([problems], parsed.where)
-    warnings += [*problems.ignored, *resolver.warnings]
+    tables = [model.tensors for model in models]
+    warnings = [*parsed.warnings, *resolver.warnings]
     warnings += mixed_shapes(tensors, tables, parsed.references)
-    warnings += _rounding_warnings(parsed, schema, tensors, tables)
+    warnings += _rounding_warnings(parsed, tensors, tables)
     return _recipe_of(parsed, tensors, resolver.sliced, warnings)
 
 
-def _check_text(
-    parsed: ParsedRecipe,
-    schema: OperatorSchema,
-    methods: Mapping[str, OperatorSchema],
-    problems: Problems,
-) -> list[str]:
-    """Check what needs no tensor, and return the warnings about it."""
-    warnings = [*parsed.warnings, *check_parameters(schema, methods, parsed.levels(), problems)]
-    warnings += recipe_warnings(parsed, schema)
-    check_slices(schema, schema.base == "none", parsed.modules, parsed.references, problems)
-    check_base(schema, parsed.modules, problems)
-    return warnings
-
-
 def _rounding_warnings(
-    parsed: ParsedRecipe,
-    schema: OperatorSchema,
-    tensors: Sequence[TensorRecipe],
-    tables: Sequence[Table],
+    parsed: ParsedRecipe, tensors: Sequence[TensorRecipe], tables: Sequence[Table]
 ) -> list[str]:
     """Warnings about dtypes that lose something of the models that arithmetic reads."""
-    computed = [t for t in tensors if is_computed(schema.name, t)]
+    computed = [t for t in tensors if is_computed(parsed.method, t)]
     if parsed.dtype is None:
         return dtype_warnings(None, [promoted_dtype(t, tables) for t in computed])
     used = {i.model for t in computed for i in t.inputs}
@@ -149,24 +104,28 @@ def _recipe_of(
 @dataclass
 class _Resolver:
     parsed: ParsedRecipe
-    schema: OperatorSchema
-    tables: Tables
+    models: Sequence[ModelTable]
     problems: Problems
     warnings: list[str] = field(default_factory=list)
     sliced: tuple[tuple[str, int], ...] = ()
     copied: dict[int, dict[str, None]] = field(default_factory=dict)
 
+    @property
+    def schema(self) -> OperatorSchema:
+        return self.parsed.schema
+
     def tensors(self) -> tuple[TensorRecipe, ...]:
         """The output's tensors in order; not to be used if problems were added."""
         outputs = self._outputs()
-        repeated = Repeated(self.problems)
-        recipes = [r for output in outputs if (r := self._recipe(output, repeated)) is not None]
+        recipes = [r for output in outputs if (r := self._recipe(output)) is not None]
         recipes += self._leftovers({output.name for output in outputs})
-        self.tables.add_misfits(self._places(), self.problems)
-        repeated.flush()
-        self.warnings += self.tables.own_parts()
-        for model, names in self.copied.items():
-            self.warnings.append(copied(list(names), self.tables.refs[model]))
+        places = self._places()
+        for number, model in enumerate(self.models):
+            model.add_misfits(places.get(number, ()), self.problems)
+        for model in self.models:
+            self.warnings += model.own_parts()
+        for number, names in self.copied.items():
+            self.warnings.append(copied(list(names), self.parsed.references[number]))
         self.warnings += idle_filters([lv for lv, _ in self.parsed.levels()], all_names(outputs))
         return tuple(recipes)
 
@@ -178,7 +137,7 @@ class _Resolver:
             levels = (module.level, self.parsed.level)
             made: list[Output] = []
             if name in parts:
-                maker = Outputs(self.schema, self.tables, self.problems, parts[name], levels)
+                maker = Outputs(self.schema, self.models, self.problems, parts[name], levels)
                 made = list(maker.of_module(module))
             twice = [output.name for output in made if output.name in outputs]
             if twice:
@@ -198,7 +157,8 @@ class _Resolver:
         parts: dict[str, Belongs] = {}
         for module in self.parsed.modules:
             first = module.slices[0].entries[0].model
-            names = self.tables[first if self.parsed.base is None else self.parsed.base]
+            owner = first if self.parsed.base is None else self.parsed.base
+            names = self.models[owner].tensors
             belongs = module_of(module.name or "default", names)
             if belongs is not None:
                 parts[module.name or "default"] = belongs
@@ -216,69 +176,82 @@ class _Resolver:
             places.setdefault(entry.model, (*entry.level.path, "model"))
         return places
 
-    def _recipe(self, output: Output, repeated: Repeated) -> TensorRecipe | None:
+    def _recipe(self, output: Output) -> TensorRecipe | None:
         """The output with its numbers; None where too few models have an optional tensor."""
         first = self._first(output)
         if first is None:
             return None
-        like = self.tables[first.model][first.tensor]
+        like = self.models[first.model].tensors[first.tensor]
         if like.dtype not in FLOATING:
             return self._copy(output, first)
         stored = [taken for taken in output.taken if taken.stored]
-        if self._lacks_base(output, stored, repeated):
+        if self._lacks_base(output, stored):
             return None
         if not stored and self.schema.space != "value":
             return TensorRecipe(output.name, (), first, ())
-        params = method_params(self.schema, output.levels, output.name, output.t, repeated)
+        params = self._params("method", output.levels, output.name, output.t)
         taken = [t for t in output.taken if t.stored or _matters(self.schema, params)]
         if len(taken) < self.schema.experts[0]:
             return self._too_few(output, taken, first)
         for t in taken:
-            self.tables.check_entry(t.entry.model, t.tensor, like, first.model)
+            self.models[t.entry.model].check_entry(t.tensor, like, self.models[first.model])
         self._warn_untied(output)
-        return TensorRecipe(
-            output.name, params, output.base, self._inputs(output, taken, params, repeated)
-        )
+        return TensorRecipe(output.name, params, output.base, self._inputs(output, taken, params))
 
-    def _lacks_base(
-        self, output: Output, stored: Sequence[SourceTensor], repeated: Repeated
-    ) -> bool:
+    def _lacks_base(self, output: Output, stored: Sequence[SourceTensor]) -> bool:
         """Whether the base lacks a tensor that a model has; adds that as a problem."""
         if self.schema.base == "none" or not stored or output.base is not None:
             return False
         if output.part.base is None:
             return False
         text = f"the base lacks an optional tensor that {self._text(stored[0])!r} has"
-        repeated.add(stored[0].entry.level.path, text, output.name)
+        self.problems.add_of(output.name, stored[0].entry.level.path, text)
         return True
 
     def _inputs(
-        self, output: Output, taken: Sequence[SourceTensor], params: Params, repeated: Repeated
+        self, output: Output, taken: Sequence[SourceTensor], params: Params
     ) -> tuple[TensorInput, ...]:
         """The models' tensors of an output, each with its own parameters."""
-        rows = [
-            model_params(
-                self.schema,
-                (t.entry.level, *output.levels),
-                t.name,
-                output.t,
-                self._text(t),
-                repeated,
-            )
-            for t in taken
-        ]
-        check_sum(self.schema, params, rows, output.levels[0].path, output.name, repeated)
-        return tuple(
-            TensorInput(t.entry.model, t.tensor, t.position, row)
-            for t, row in zip(taken, rows, strict=True)
-        )
+        inputs = []
+        for t in taken:
+            levels, owner = (t.entry.level, *output.levels), f" of model {self._text(t)!r}"
+            own = self._params("model", levels, t.name, output.t, owner)
+            inputs.append(TensorInput(t.entry.model, t.tensor, t.position, own))
+        weights = [row["weight"] for i in inputs if "weight" in (row := dict(i.params))]
+        is_divided = self.schema.space == "value" and dict(params).get("normalize") and weights
+        if is_divided and sum(map(float, weights)) == 0:
+            text = "the weights sum to zero and `normalize` divides by the sum"
+            text += "; change a weight or set `normalize: false`"
+            self.problems.add_of(output.name, output.levels[0].path, text)
+        return tuple(inputs)
+
+    def _params(
+        self, scope: str, levels: Sequence[Level], tensor: str, t: float, owner: str = ""
+    ) -> Params:
+        """The parameters of the method, or of the model `owner`; `levels` from the nearest up."""
+        settings = [level.settings for level in levels]
+        params: list[tuple[str, float | int | bool | str]] = []
+        for p in (p for p in self.schema.parameters if p.scope == scope):
+            given = look_up(p.name, settings, tensor, t, stepwise=p.kind == "bool")
+            value = p.default if given is None else given
+            if value is None:
+                text = f"the required parameter `{p.name}`{owner} has no value"
+                text += _without_effect(self.schema, levels)
+                self.problems.add_of(tensor, levels[0].path, text)
+            elif p.kind == "int" and isinstance(value, float) and not value.is_integer():
+                text = f"`{p.name}`{owner} must be a whole number, found {value:g}"
+                self.problems.add_of(tensor, (*_place(p.name, levels), p.name), text)
+            else:
+                params.append((p.name, _cast(p, value)))
+        return tuple(params)
 
     def _copy(self, output: Output, first: BaseTensor) -> TensorRecipe:
         """A copy of a tensor that no arithmetic is for; all models must have it so."""
-        like = self.tables[first.model][first.tensor]
+        like = self.models[first.model].tensors[first.tensor]
         for taken in output.taken:
             if taken.stored and taken.entry.model != first.model:
-                self.tables.check_kind(taken.entry.model, taken.tensor, like, first.model)
+                owner = self.models[first.model]
+                self.models[taken.entry.model].check_kind(taken.tensor, like, owner)
                 if not is_buffer(output.name):
                     self.copied.setdefault(first.model, {})[f"{output.name} in {like.dtype}"] = None
         return TensorRecipe(output.name, (), first, ())
@@ -308,7 +281,7 @@ class _Resolver:
             pairs.append((output.base.model, output.name, output.base.tensor))
         tied = [m for m, name, tensor in pairs if name != tensor and embedding_like(name)]
         if tied:
-            lacking = [self.tables.refs[m] for m in dict.fromkeys(tied)]
+            lacking = [self.parsed.references[m] for m in dict.fromkeys(tied)]
             self.warnings.append(untied(output.name, lacking))
 
     def _leftovers(self, output_names: set[str]) -> list[TensorRecipe]:
@@ -320,18 +293,18 @@ class _Resolver:
         sliced = dict(self.sliced)
         names = [
             name
-            for name in self.tables[owner]
+            for name in self.models[owner].tensors
             if name not in output_names and layer_stack(name) not in sliced
         ]
         if names:
             self.warnings.append(
                 f"modules: {len(names)} tensors are in none of them, first {names[0]}: they are "
-                f"copied from {self.tables.refs[owner].text!r}, where mergekit leaves them out"
+                f"copied from {self.models[owner].text}, where mergekit leaves them out"
             )
         return [TensorRecipe(name, (), BaseTensor(owner, name), ()) for name in names]
 
     def _text(self, taken: SourceTensor) -> str:
-        return self.tables.refs[taken.entry.model].text
+        return self.parsed.references[taken.entry.model].text
 
 
 def _matters(schema: OperatorSchema, params: Params) -> bool:
@@ -340,87 +313,6 @@ def _matters(schema: OperatorSchema, params: Params) -> bool:
         return True
     # Without a `normalize` parameter, the factors of a sum may depend on all deltas.
     return schema.response == "additive" and bool(dict(params).get("normalize", True))
-
-
-class Repeated:
-    """Problems that many tensors share, said once with the first tensor and how many more."""
-
-    def __init__(self, problems: Problems) -> None:
-        self._problems = problems
-        self._tensors: dict[tuple[KeyPath, str], dict[str, None]] = {}
-
-    def add(self, path: KeyPath, text: str, tensor: str) -> None:
-        """Note that `text` is wrong at `path` for one tensor more."""
-        self._tensors.setdefault((path, text), {})[tensor] = None
-
-    def flush(self) -> None:
-        """Add what was noted to the problems."""
-        for (path, text), tensors in self._tensors.items():
-            self._problems.add(path, f"{text}, tensor {listed(tensors, 1)}")
-
-
-def method_params(
-    schema: OperatorSchema, levels: Sequence[Level], tensor: str, t: float, repeated: Repeated
-) -> Params:
-    """The method's parameters for an output tensor; `levels` from the nearest to the recipe's."""
-    return _params(schema, "method", levels, tensor, t, "", repeated)
-
-
-def model_params(
-    schema: OperatorSchema,
-    levels: Sequence[Level],
-    tensor: str,
-    t: float,
-    model: str,
-    repeated: Repeated,
-) -> Params:
-    """The parameters of one model, called `model`, for the tensor of that name in it."""
-    return _params(schema, "model", levels, tensor, t, f" of model {model!r}", repeated)
-
-
-def check_sum(
-    schema: OperatorSchema,
-    params: Params,
-    rows: Sequence[Params],
-    path: KeyPath,
-    tensor: str,
-    repeated: Repeated,
-) -> None:
-    """Add a problem where weights are divided by their sum and it is zero."""
-    weights = [row["weight"] for row in map(dict, rows) if "weight" in row]
-    if schema.space != "value" or not dict(params).get("normalize") or not weights:
-        return
-    if sum(map(float, weights)) == 0:
-        text = "the weights sum to zero and `normalize` divides by the sum"
-        repeated.add(path, f"{text}; change a weight or set `normalize: false`", tensor)
-
-
-def _params(
-    schema: OperatorSchema,
-    scope: str,
-    levels: Sequence[Level],
-    tensor: str,
-    t: float,
-    owner: str,
-    repeated: Repeated,
-) -> Params:
-    settings = [level.settings for level in levels]
-    params: list[tuple[str, float | int | bool | str]] = []
-    for p in (p for p in schema.parameters if p.scope == scope):
-        value = look_up(p.name, settings, tensor, t, stepwise=p.kind == "bool")
-        if value is None:
-            if p.default is not None:
-                params.append((p.name, _cast(p, p.default)))
-            else:
-                text = f"the required parameter `{p.name}`{owner} has no value"
-                text += _without_effect(schema, levels)
-                repeated.add(levels[0].path, text, tensor)
-        elif p.kind == "int" and not isinstance(value, str) and not float(value).is_integer():
-            text = f"`{p.name}`{owner} must be a whole number, found {value:g}"
-            repeated.add((*_place(p.name, levels), p.name), text, tensor)
-        else:
-            params.append((p.name, _cast(p, value)))
-    return tuple(params)
 
 
 def _without_effect(schema: OperatorSchema, levels: Sequence[Level]) -> str:

@@ -8,11 +8,11 @@ whether keys fit a method in `checks`.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from mergepipe_pipeline.domain.blocks import BlockGrid
@@ -20,6 +20,7 @@ from mergepipe_pipeline.dtypes import FLOATING, TORCH_NAME, code_from_name
 from mergepipe_pipeline.errors import RecipeError
 from mergepipe_pipeline.recipe.budget import BUDGET_KEYS
 from mergepipe_pipeline.recipe.cron import cron_problem, is_time_zone
+from mergepipe_pipeline.recipe.keys import Keys, Reference
 from mergepipe_pipeline.recipe.problems import (
     KeyPath,
     Problems,
@@ -29,7 +30,6 @@ from mergepipe_pipeline.recipe.problems import (
     suggest,
     unknown_key,
 )
-from mergepipe_pipeline.recipe.references import UnreadableReference, parse_reference
 from mergepipe_pipeline.recipe.selectors import NARROWING, SELECTING
 from mergepipe_pipeline.recipe.structure import layer_range
 from mergepipe_pipeline.storage.chain import NAME
@@ -47,14 +47,6 @@ PARAMETER_NAMES = frozenset(
     ("weight", "density", "normalize", "rescale", "lambda", "int8_mask", "t", "gamma", "epsilon")
 ) | {"scale", "filter_wise", "select_topk", "max_iter", "tol", "normalize_weights", "variant"}
 CONTENTS = ("models", "slices", "modules")
-
-
-def _model(value: object) -> object:
-    try:
-        parse_reference(value)
-    except UnreadableReference as error:
-        raise ValueError(str(error)) from None
-    return value
 
 
 def _text(value: str) -> str:
@@ -122,9 +114,6 @@ def _trigger(value: str) -> str:
 
 
 def _strategy(value: str) -> str:
-    if value == "conflict_aware":
-        text = f"expected one of {', '.join(STRATEGIES)}, found {shown(value)}; use magnitude"
-        raise ValueError(text)
     return _one_of(value, STRATEGIES)
 
 
@@ -135,20 +124,15 @@ def _timezone(value: str) -> str:
     return value
 
 
-Model = Annotated[Any, AfterValidator(_model)]
 DtypeCode = Annotated[str, AfterValidator(_dtype_code)]
 Ref = Annotated[str, AfterValidator(_ref)]
 Text = Annotated[str, AfterValidator(_text)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class ModelYaml(_Strict):
+class ModelYaml(Keys):
     """One entry of `models:`: a model, or a selector of experts (`_check_entries`)."""
 
-    model: Model | None = None
+    model: Reference = None
     parameters: dict[str, Any] | None = None
     match: Text | None = None
     tag: Text | None = None
@@ -157,24 +141,24 @@ class ModelYaml(_Strict):
     exclude: list[Text] | None = None
 
 
-class SourceYaml(_Strict):
+class SourceYaml(Keys):
     """One entry of a slice's `sources:`."""
 
-    model: Model
+    model: Reference
     layer_range: Annotated[Any, AfterValidator(_layer_range)]
     parameters: dict[str, Any] | None = None
 
 
-class SliceYaml(_Strict):
+class SliceYaml(Keys):
     """One entry of `slices:`."""
 
     sources: list[SourceYaml]
-    base_model: Model | None = None
+    base_model: Reference = None
     residual_weight: Any = None
     parameters: dict[str, Any] | None = None
 
 
-class ModuleYaml(_Strict):
+class ModuleYaml(Keys):
     """One of `modules:`."""
 
     models: list[ModelYaml] | None = None
@@ -182,7 +166,7 @@ class ModuleYaml(_Strict):
     parameters: dict[str, Any] | None = None
 
 
-class RecipeYaml(_Strict):
+class RecipeYaml(Keys):
     """A recipe's top level; `dtype` and `out_dtype` come out as safetensors codes."""
 
     merge_method: str
@@ -191,7 +175,7 @@ class RecipeYaml(_Strict):
     models: list[ModelYaml] | None = None
     slices: list[SliceYaml] | None = None
     modules: dict[str, ModuleYaml] | None = None
-    base_model: Model | None = None
+    base_model: Reference = None
     parameters: dict[str, Any] | None = None
     dtype: DtypeCode | None = None
     out_dtype: DtypeCode | None = None
@@ -319,7 +303,7 @@ def _sentence(error: ErrorDetails) -> str:
     path = tuple(error["loc"])
     if error["type"] == "extra_forbidden":
         return _unknown_key(str(path[-1]), path)
-    return sentence_of(error, _known_keys)
+    return sentence_of(error, RecipeYaml.keys_at)
 
 
 def _unknown_key(key: str, path: KeyPath) -> str:
@@ -331,25 +315,11 @@ def _unknown_key(key: str, path: KeyPath) -> str:
         return "whole models are merged under `models:`; use `slices:` to choose layers"
     if key in BUDGET_KEYS and len(path) == 1:
         return f"`{key}` is an option of the budget; move it under `budget:`"
-    return unknown_key(key, _known_keys(path))
+    return unknown_key(key, RecipeYaml.keys_at(path))
 
 
 def _is_misspelt(path: KeyPath, value: Mapping[str, object], problems: Problems) -> bool:
     """Whether another key of the mapping is a problem that suggests the missing one at `path`."""
-    unknown = [str(key) for key in value if key not in _known_keys(path)]
+    unknown = [str(key) for key in value if key not in RecipeYaml.keys_at(path)]
     messages = (_unknown_key(key, (*path[:-1], key)) for key in unknown)
     return not problems.lenient and any(text.endswith(f"`{path[-1]}`?") for text in messages)
-
-
-def _known_keys(path: KeyPath) -> Collection[str]:
-    """The keys that may stand where the last part of `path` stands."""
-    if len(path) == 1:
-        return RecipeYaml.model_fields
-    inner = [part for part in path[:-1] if isinstance(part, str)]
-    # A module's name stands where a key of ours could: only what follows it counts.
-    inner = inner[2:] if inner[0] == "modules" else inner
-    if not inner:
-        return ModuleYaml.model_fields
-    by_key: dict[str, type[BaseModel]]
-    by_key = {"models": ModelYaml, "slices": SliceYaml, "sources": SourceYaml}
-    return by_key.get(inner[-1], ModelYaml).model_fields

@@ -23,7 +23,7 @@ class Choose(Protocol):
     """Says what a selector takes of the experts that there are."""
 
     def __call__(self, place: str, selector: Selector, reserved: Mapping[str, str]) -> Selected:
-        """What the selector at a place takes, without those that are `reserved`.
+        """Return what the selector at a place takes, without those that are `reserved`.
 
         `reserved` are models as the recipe writes them, each with why no selector takes it. Raises
         NothingSelectedError if there is nothing left.
@@ -42,7 +42,7 @@ class Recorded:
         self._by_place = {s.place: s for s in selections}
 
     def __call__(self, place: str, selector: Selector, reserved: Mapping[str, str]) -> Selected:
-        """What the selector at this place took then."""
+        """Return what the selector at this place took then."""
         selected = self._by_place.get(place)
         if selected is None:
             raise NothingSelectedError("the plan does not say what it took")

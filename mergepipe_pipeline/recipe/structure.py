@@ -71,9 +71,9 @@ class Slice:
             for entry in self.entries
         )
 
-    def contributing(self, base_takes_part: bool) -> tuple[Entry, ...]:
-        """The entries that are merged: without the base, unless it `base_takes_part`."""
-        return tuple(e for e in self.entries if base_takes_part or e.model != self.base)
+    def contributing(self, schema: OperatorSchema) -> tuple[Entry, ...]:
+        """The entries that are merged, the base among them if the method merges it like others."""
+        return tuple(e for e in self.entries if schema.base == "none" or e.model != self.base)
 
     def not_aligned_with(self, base: int | None) -> frozenset[int]:
         """The models that are merged here on another base, or on other layers than their own."""
@@ -312,7 +312,7 @@ def layer_range(value: object) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class ParsedRecipe:
-    """A recipe checked as far as its text allows.
+    """A recipe checked as far as its text allows; `schema` is its method's.
 
     `references` are all models in order of appearance, one twice if a slice lists it twice, the
     base at `base` among them (None also where slices have different bases). `stage` is its `name:`;
@@ -327,7 +327,7 @@ class ParsedRecipe:
     name: str
     where: str
     text: str
-    method: str
+    schema: OperatorSchema
     references: tuple[ModelRef, ...]
     base: int | None
     modules: tuple[Module, ...] = field(hash=False)
@@ -345,20 +345,25 @@ class ParsedRecipe:
     tokenizer: TokenizerRecipe | None
     chat_template: str | None
     stage: str | None
-    warnings: tuple[str, ...]
     lines: Lines = field(repr=False, compare=False)
     evaluator: Evaluator | None = None
     gate: Gate | None = None
     stages_used: tuple[str, ...] = ()
     before: tuple[ParsedRecipe, ...] = field(default=(), hash=False)
     selected: tuple[Selected, ...] = ()
+    warnings: tuple[str, ...] = ()
     lenient: bool = False
     copies_tokenizer: bool = True
     truncates: bool = False
 
     @property
+    def method(self) -> str:
+        """The merge method's name."""
+        return self.schema.name
+
+    @property
     def all_selected(self) -> tuple[Selected, ...]:
-        """What the selectors of the stages before and its own stand for."""
+        """The choices of its own selectors and of those of the stages before."""
         return tuple(s for stage in (*self.before, self) for s in stage.selected)
 
     def slices(self) -> Iterator[tuple[Module, Slice]]:

@@ -120,7 +120,7 @@ def _first(config: Mapping[str, Any], keys: Sequence[str]) -> int | None:
 
 
 def _facts(parts: Mapping[str, Mapping[str, Any]]) -> Iterable[tuple[str, Any]]:
-    """What a model's config says of how it computes, by dotted key."""
+    """Yield what a config says of how its model computes, by dotted key."""
     for part, config in parts.items():
         yield from ((part + key, value) for key, value in _rope(config))
         for key, value in config.items():
@@ -185,7 +185,7 @@ def _differences(names: Sequence[str], facts: Sequence[Mapping[str, Any]]) -> It
 
 
 def _architectures(names: Sequence[str], configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """That models whose tensors are named alike are of different architectures."""
+    """Say that models whose tensors are named alike are of different architectures."""
     model_by_kind: dict[str, str] = {}
     for name, config in zip(names, configs, strict=True):
         kinds = config.get("architectures")

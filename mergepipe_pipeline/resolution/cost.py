@@ -1,4 +1,4 @@
-"""What a merge will read and write, from headers and from what the catalog knows.
+"""The cost of a merge in bytes, from headers and from what the catalog knows.
 
 This is an estimate before planning: the planner decides what is read under a budget, and the
 outcome of a run says what was read.
@@ -27,7 +27,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a merge will read and write, in bytes, before the catalog's help.
+    """The bytes that a merge will read and write, before the catalog's help.
 
     `analysis_bytes` is read once to learn what is not known yet; `budget_bytes` None is no limit.
     Expert bytes read will be at most min(budget, total).

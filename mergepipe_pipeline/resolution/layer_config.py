@@ -1,4 +1,4 @@
-"""What config.json of a result of slices says of its layers: how many, and what each of them is.
+"""The layers in config.json of a result of slices: how many, and what each of them is.
 
 What a layer is (windows, rope, experts, …) goes with it to its new place. What no config can say of
 layers in such an order is refused.
@@ -46,7 +46,7 @@ _PLACES = "layers at their places"
 
 @dataclass(frozen=True)
 class _Layers:
-    """What a model's config says of a stack of `n` layers: `values`, in its part called `part`."""
+    """A stack of `n` layers as a model's config has it: `values`, in its part called `part`."""
 
     model: Model
     config: Mapping[str, Any]
@@ -79,7 +79,7 @@ def depth_of(model: Model) -> int | None:
 
 
 def kinds_of(model: Model) -> dict[str, Sequence[Any]]:
-    """What the layers of a model's text are, by what is chosen; only what rules of its class tell.
+    """The kinds of the layers of a model's text, by what is chosen, as rules of its class tell.
 
     Raises CheckpointError for a config that is not valid.
     """
@@ -91,7 +91,7 @@ def kinds_of(model: Model) -> dict[str, Sequence[Any]]:
 def layer_changes(
     recipe: Recipe, models: Sequence[Model], template: int
 ) -> list[tuple[str, ConfigValue]]:
-    """What slices change in the config of the model `template`, as (dotted place, value).
+    """List what slices change in the config of the model `template`, as (dotted place, value).
 
     Raises IncompatibleCheckpointsError for what no config can say, CheckpointError for a config
     that is not valid.
@@ -193,7 +193,7 @@ class _Stack:
         return _Stack(order, parts, parts.get(template) or _layers_of(models[template], stack))
 
     def changes(self) -> list[tuple[str, ConfigValue]]:
-        """What to set in the template's config, as (dotted place, value)."""
+        """List what to set in the template's config, as (dotted place, value)."""
         parts = (*self.parts.values(), self.own)
         for part in parts:
             _check_layer_types(part)
@@ -224,7 +224,7 @@ class _Stack:
         return len(self.order)
 
     def _of_each(self, by_model: Mapping[int, Sequence[Any] | None]) -> list[Any]:
-        """What each layer of the result is, by what the models' layers are.
+        """The kind of each layer of the result, by what the models' layers are.
 
         Layers of which nothing is said are as all others are, where these are alike.
         """
@@ -238,7 +238,7 @@ class _Stack:
         return told[:1] * self.n
 
     def _by_rules(self) -> dict[str, ConfigValue]:
-        """What the rules of the models' classes ask for, by key."""
+        """The changes that the rules of the models' classes ask for, by key."""
         rules = {m: dict(part.rules or {}) for m, part in self.parts.items()}
         own = dict(self.own.rules or {})
         for key in NUMBERED_KEYS if self.own.rules is None else ():
@@ -323,19 +323,14 @@ class _Stack:
 
 
 def _kinds(part: _Layers, rule: Rule | None) -> list[Any] | None:
-    """What a model's layers are by its own config; None: it does not say."""
+    """The kinds of a model's layers by its own config; None: it does not say."""
     if rule is None:
         return None
     try:
         return rule.kinds(part.values, part.n)
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            "A model's config is not valid",
-            where=part.where,
-            expected="numbers and lists as its class has them",
-            found=str(error)[:160],
-            next_step="correct config.json, or get the model again",
-        ) from error
+        expected = "numbers and lists as its class has them"
+        raise _invalid(part.where, expected, str(error)[:160]) from error
 
 
 def _entries(part: _Layers, key: str) -> Sequence[Any] | None:
@@ -355,10 +350,16 @@ def _check_layer_types(part: _Layers) -> None:
     kinds = part.values.get("layer_types")
     is_list = isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)
     if kinds is not None and not is_list:
-        raise CheckpointError(
-            "A model's config is not valid",
-            where=f"{part.model.checkpoint.root}/config.json, layer_types",
-            expected="a list of texts, one per layer",
-            found=repr(kinds)[:80],
-            next_step="correct config.json, or get the model again",
-        )
+        expected = "a list of texts, one per layer"
+        where = f"{part.model.checkpoint.root}/config.json, layer_types"
+        raise _invalid(where, expected, repr(kinds)[:80])
+
+
+def _invalid(where: str, expected: str, found: str) -> CheckpointError:
+    return CheckpointError(
+        "A model's config is not valid",
+        where=where,
+        expected=expected,
+        found=found,
+        next_step="correct config.json, or get the model again",
+    )

@@ -1,4 +1,4 @@
-"""What a class of transformers makes of each layer by its number, and which config says so.
+"""The rules of transformers' classes: what each layer is by its number, and which config says so.
 
 A rule per class and kind of choice: which attention a layer has, whether its MLP is sparse, whether
 it has rope. Stated from what transformers 5 does with a config; the library itself is not needed.
@@ -22,7 +22,7 @@ def _nothing(config: Config, kinds: Sequence[Any]) -> Iterable[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Rule:
-    """What each of n layers is by a config: `kinds`, None where only a stored list can tell.
+    """The kinds of n layers by a config: `kinds`, None where only a stored list can tell.
 
     `changes` are those of a config that may make it say a list of kinds; `keeping` what ranges of
     layers must keep where none does.
@@ -208,7 +208,7 @@ def _full_at_end(kinds: list[Any] | None) -> list[Any] | None:
 
 
 def _gemma4() -> Rule:
-    """As Gemma 3, but the last layer has full attention whatever a config says."""
+    """Gemma 3's rule, but the last layer has full attention whatever a config says."""
     rule = _every(6)
     keeping = "a layer with full attention at the end: the class makes it one"
     return Rule(lambda c, n: _full_at_end(rule.kinds(c, n)), rule.changes, keeping)

@@ -337,7 +337,7 @@ def _refuse_landed(warehouse: Warehouse, text: str) -> None:
 
 
 def _open_registered(warehouse: Warehouse, root: str, name: str) -> Checkpoint:
-    """What is at the root of a registered name. Raises CheckpointError, also where it is gone."""
+    """Open the root of a registered name. Raises CheckpointError, also where it is gone."""
     if "://" not in root and not os.path.exists(root):
         raise CheckpointError(
             "The folder of a registered checkpoint is gone",

@@ -1,4 +1,4 @@
-"""What stands beside the weights of a result: config, tokenizer, ids of tokens, and what is lost.
+"""The files beside the weights of a result: config, tokenizer, ids of tokens, and what is lost.
 
 The recipe, the models' configs and the output's tensors decide; `execution.assemble` writes.
 """
@@ -14,7 +14,7 @@ from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.layers import embedding_like, is_post
 from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.domain.model_config import config_places
-from mergepipe_pipeline.domain.plan import ConfigValue, Side
+from mergepipe_pipeline.domain.plan import ConfigValue, SideFiles
 from mergepipe_pipeline.domain.recipe import Recipe
 from mergepipe_pipeline.errors import CheckpointError, IncompleteCheckpointError
 from mergepipe_pipeline.remote.address import is_address
@@ -67,7 +67,7 @@ def side_of(
     tokenizer_files: Mapping[str, bytes] | None,
     *,
     copies_tokenizer: bool = True,
-) -> Side:
+) -> SideFiles:
     """The output's side files; `tokenizer_files` replace the template's (None: they stay, or go
     unless the merge `copies_tokenizer`).
 
@@ -91,7 +91,7 @@ def side_of(
     packed = None
     if files is not None:
         packed = tuple((n, b64encode(data).decode()) for n, data in sorted(files.items()))
-    return Side(template, tuple(_config(recipe, models, template)), packed)
+    return SideFiles(template, tuple(_config(recipe, models, template)), packed)
 
 
 def _refuse_cut_files(checkpoint: Checkpoint, *, is_replaced: bool) -> None:
@@ -117,7 +117,7 @@ def _refuse_cut_files(checkpoint: Checkpoint, *, is_replaced: bool) -> None:
                 )
 
 
-def without_tokenizer(side: Side, models: Sequence[Model]) -> tuple[str, ...]:
+def without_tokenizer(side: SideFiles, models: Sequence[Model]) -> tuple[str, ...]:
     """A warning where the result has no tokenizer, and another model than the template has one."""
     if side.files is not None or _has_tokenizer(models[side.template]):
         return ()
@@ -204,7 +204,7 @@ _MAPPED = ("preprocessor_config.json", "processor_config.json", TOKENIZER_CONFIG
 _MOST_NAMED = 12
 
 
-def beside_warnings(recipe: Recipe, models: Sequence[Model], side: Side) -> tuple[str, ...]:
+def beside_warnings(recipe: Recipe, models: Sequence[Model], side: SideFiles) -> tuple[str, ...]:
     """A warning for code that the result needs, and one for each adapter's tokenizer left aside."""
     template = models[side.template].checkpoint
     used = recipe.contributing
@@ -295,7 +295,7 @@ def _adapters_tokenizer(text: str, model: Model, template: Checkpoint) -> Iterat
 
 
 def _described(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What of a folder's tokenizer and ends matters, by how messages call it."""
+    """The parts of a folder's tokenizer and ends that matter, by how messages call them."""
     files = files_of(checkpoint, lambda name: of_tokenizer(name) or name == GENERATION)
     tokenizer = read_tokenizer(checkpoint.name, files, 1 << 62)
     return {
@@ -309,8 +309,8 @@ _UNBOUNDED = 1 << 62
 
 
 def with_ids(
-    side: Side, recipe: Recipe, models: Sequence[Model], build: TokenizerBuild | None
-) -> tuple[Side, tuple[str, ...]]:
+    side: SideFiles, recipe: Recipe, models: Sequence[Model], build: TokenizerBuild | None
+) -> tuple[SideFiles, tuple[str, ...]]:
     """The side with the ids of the output's tokens in both configs, and warnings.
 
     `models` are as their files have them. Raises IncompatibleCheckpointsError for an id that the
@@ -349,7 +349,9 @@ def with_ids(
     return replace(side, config=config, files=tuple(sorted(files.items()))), (*new.warnings, *told)
 
 
-def _ending(side: Side, recipe: Recipe, models: Sequence[Model], source: int) -> tuple[int, bool]:
+def _ending(
+    side: SideFiles, recipe: Recipe, models: Sequence[Model], source: int
+) -> tuple[int, bool]:
     """The model whose template the output has, and whether that is a built-in one instead."""
     if recipe.chat_template is None:
         return source, False

@@ -175,7 +175,7 @@ def _on_base(checkpoint: Checkpoint, base: Model | None) -> Model:
 
 
 def _laid_on(model: Model, adapter: Checkpoint) -> tuple[dict[str, TensorView], bool]:
-    """What an adapter makes of a model's tensors, and whether it unties the head."""
+    """Lay an adapter on a model's tensors: what changes, and whether it unties the head."""
     if updates_fused(adapter):
         model = laid_out(model, FUSED)
     tied = _tied(model)

@@ -16,9 +16,8 @@ from mergepipe_pipeline.domain.recipe import Recipe, TensorRecipe
 from mergepipe_pipeline.domain.stored_form import StoredForm
 from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError
-from mergepipe_pipeline.recipe.checks import base_takes_part
 from mergepipe_pipeline.recipe.structure import ParsedRecipe
-from mergepipe_pipeline.resolution.recipe_text import SCHEMAS, placed_in
+from mergepipe_pipeline.resolution.recipe_text import placed_in
 
 
 def refuse_coded_models(parsed: ParsedRecipe, models: Sequence[Model]) -> None:
@@ -26,10 +25,9 @@ def refuse_coded_models(parsed: ParsedRecipe, models: Sequence[Model]) -> None:
 
     Its names and shapes need not be the others', so this comes before tensors are compared.
     """
-    like_others = base_takes_part(parsed.method, SCHEMAS)
     for _, part in parsed.slices():
-        numbers = {entry.model for entry in part.contributing(like_others)}
-        numbers |= set() if like_others or part.base is None else {part.base}
+        numbers = {entry.model for entry in part.contributing(parsed.schema)}
+        numbers |= set() if parsed.schema.base == "none" or part.base is None else {part.base}
         whole = [n for n in sorted(numbers) if not models[n].is_partial]
         for n in whole if len(whole) > 1 else ():
             form = models[n].checkpoint.form
@@ -46,7 +44,7 @@ def refuse_coded(models: Sequence[Model]) -> None:
 
 
 def coded_problem(models: Sequence[Model]) -> IncompatibleCheckpointsError | None:
-    """What is said of the first whole model that is stored as codes; None where there is none."""
+    """The refusal of the first whole model that is stored as codes; None where there is none."""
     coded = (m.checkpoint for m in models if m.checkpoint.form is not None and not m.is_partial)
     first = next(coded, None)
     return coded_error(first, first.form) if first is not None and first.form else None

@@ -19,7 +19,7 @@ from mergepipe_pipeline.domain.layers import is_head
 from mergepipe_pipeline.domain.model import Model, grid_for
 from mergepipe_pipeline.domain.model_config import ties_head
 from mergepipe_pipeline.domain.output import is_merged, out_dtype, stored_like
-from mergepipe_pipeline.domain.plan import Side
+from mergepipe_pipeline.domain.plan import SideFiles
 from mergepipe_pipeline.domain.recipe import ModelRef, Recipe
 from mergepipe_pipeline.domain.request import AS_WRITTEN, Request, RequestedModel
 from mergepipe_pipeline.domain.view import TensorView
@@ -28,6 +28,7 @@ from mergepipe_pipeline.facts.quarantine import quarantine_of
 from mergepipe_pipeline.facts.side_file_digests import refuse_changed_files
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.recipe.budget import parse_budget, with_amount
+from mergepipe_pipeline.recipe.model_tensors import ModelTable
 from mergepipe_pipeline.recipe.parse import ParsedRecipe, resolve_recipe
 from mergepipe_pipeline.recipe.schema import known_strategy
 from mergepipe_pipeline.resolution.alike import compute_alike
@@ -47,7 +48,7 @@ from mergepipe_pipeline.resolution.plain_numbers import (
     refuse_coded_arithmetic,
     refuse_coded_models,
 )
-from mergepipe_pipeline.resolution.recipe_text import SCHEMAS, placed_in, several
+from mergepipe_pipeline.resolution.recipe_text import placed_in, several
 from mergepipe_pipeline.resolution.token_rows import Reindexer, build_for, with_own_matrices
 from mergepipe_pipeline.resolution.vocabulary import fit_rows
 from mergepipe_pipeline.snapshots.model_folder import config_json
@@ -70,7 +71,7 @@ class ResolvedRecipe:
     grid: BlockGrid
     cost: Cost
     originals: tuple[Model, ...]
-    side: Side
+    side: SideFiles
     tokenizer: TokenizerBuild | None = None
     before: tuple[ResolvedRecipe, ...] = ()
     request: Request = AS_WRITTEN
@@ -88,7 +89,7 @@ class ResolvedRecipe:
 
 
 class Planning(TypedDict, total=False):
-    """What a caller may say of a recipe's planning, in place of the recipe's own or the default.
+    """The options of a recipe's planning, in place of the recipe's own or the default.
 
     `relative_to` is the folder that relative paths start from; `budget` an amount as in recipes;
     `block_elems` elements of a block; `checkpoints` (by name) are not opened anew.
@@ -145,7 +146,7 @@ def resolve_stage(
     pending: Mapping[str, Checkpoint],
     **planning: Unpack[Planning],
 ) -> ResolvedRecipe:
-    """As `resolve`, for one stage; `pending` are the results of earlier ones by name."""
+    """Resolve one stage; `pending` are the results of earlier ones by name."""
     request = _request(parsed, planning)
     known = {**(planning.get("checkpoints") or {}), **pending}
     places = Places(warehouse, planning.get("relative_to"), known)
@@ -192,7 +193,7 @@ def resolve_stage(
 
 
 def _request(parsed: ParsedRecipe, planning: Planning) -> Request:
-    """What a caller says of the planning, with how the recipe was read."""
+    """The request of a caller, with how the recipe was read."""
     return Request(
         planning.get("budget"),
         planning.get("strategy"),
@@ -211,7 +212,7 @@ class _Fit:
     """Models whose rows follow the output's vocabulary, and what stands beside the result."""
 
     models: tuple[Model, ...]
-    side: Side
+    side: SideFiles
     tokenizer: TokenizerBuild | None
     warnings: tuple[str, ...]
 
@@ -274,22 +275,23 @@ def open_stage(places: Places, parsed: ParsedRecipe) -> tuple[Recipe, list[Model
     problems += misfits(parsed, models)
     if problems:
         raise several(problems, parsed)
-    is_partial = [m.is_partial for m in models]
-    depths = [depth_of(m) for m in models]
-    ties = [ties_head(m.stated) for m in models]
-    recipe = resolve_recipe(parsed, [m.views for m in models], SCHEMAS, is_partial, depths, ties)
+    tables = [
+        ModelTable(ref, m.views, m.is_partial, depth_of(m), ties_head(m.stated))
+        for ref, m in zip(parsed.references, models, strict=True)
+    ]
+    recipe = resolve_recipe(parsed, tables)
     models = [_completed(m, n, recipe, models) for n, m in enumerate(models)]
     refuse_coded_arithmetic(recipe, models)
     return recipe, models
 
 
 def _outputs(recipe: Recipe, models: Sequence[Model]) -> list[tuple[TensorView, str]]:
-    """What each output tensor is like, and the dtype it is written in."""
+    """The view that each output tensor is like, and the dtype it is written in."""
     return [(stored_like(t, models), out_dtype(recipe, t, models)) for t in recipe.tensors]
 
 
-def foreseen(recipe: Recipe, models: Sequence[Model], side: Side | None = None) -> Checkpoint:
-    """What a stage's result will look like: its tensors, config and tokenizer, without files.
+def foreseen(recipe: Recipe, models: Sequence[Model], side: SideFiles | None = None) -> Checkpoint:
+    """The result of a stage as it will be: its tensors, config and tokenizer, without files.
 
     `side` None: config and tokenizer are its template's as they are.
     """
@@ -343,7 +345,7 @@ def _validate(recipe: Recipe, models: Sequence[Model]) -> None:
 def _lost_models(
     places: Places, stage: ParsedRecipe, failed: Collection[str]
 ) -> list[MergePipeError]:
-    """What is wrong with the models of a stage that waits for one that has failed."""
+    """The problems with the models of a stage that waits for one that has failed."""
     problems: list[MergePipeError] = []
     refs = [r for r in stage.references if r.model not in failed]
     open_models(places, refs, None, problems, partial(placed_in, stage))
@@ -395,27 +397,19 @@ def requested(
     return replace(resolved.request, models=tuple(models_by_text.values()))
 
 
-def resolve_again(
-    warehouse: Warehouse,
-    parsed: ParsedRecipe,
-    pending: Mapping[str, Checkpoint],
-    request: Request,
-) -> ResolvedRecipe:
-    """As `resolve_stage`, as it was asked for when a plan was made."""
-    return resolve_stage(
-        warehouse,
-        parsed,
-        pending,
-        budget=request.budget,
-        strategy=request.strategy,
-        block_elems=request.block_elems,
-        no_packs=request.no_packs,
-        leave_out=request.left_out,
-    )
+def planning_of(request: Request) -> Planning:
+    """The options of the planning when a plan was made."""
+    return {
+        "budget": request.budget,
+        "strategy": request.strategy,
+        "block_elems": request.block_elems,
+        "no_packs": request.no_packs,
+        "leave_out": request.left_out,
+    }
 
 
 def _texts(ref: ModelRef, count: int) -> Iterator[str]:
-    """What names each checkpoint of a model, as `Places.pending` has it."""
+    """The texts that name each checkpoint of a model, as `Places.pending` has it."""
     if count == 1:
         yield ref.text
         return

@@ -53,7 +53,7 @@ class Registered:
         self._warehouse, self._folder = warehouse, folder
 
     def __call__(self, place: str, selector: Selector, reserved: Mapping[str, str]) -> Selected:
-        """What a selector takes, in the order of names. Raises NothingSelectedError."""
+        """Return what a selector takes, in the order of names. Raises NothingSelectedError."""
         kept_out = {self._name_of(text): why for text, why in reserved.items()}
         taken: list[str] = []
         omitted: list[tuple[str, str]] = []

@@ -175,7 +175,7 @@ def size_changes(
 def changed_sizes(
     rows: Mapping[str, tuple[int, int]], config: Mapping[str, Any], where: str
 ) -> list[tuple[str, ConfigValue]]:
-    """As `size_changes`; `rows` are those of each table before and after."""
+    """List the changes of sizes; `rows` are those of each table before and after."""
     tables = {n: pair for n, pair in rows.items() if _PER_LAYER not in n}
     grown = {new - old for old, new in tables.values()}
     if len(grown) > 1 and len({new for _, new in tables.values()}) > 1:

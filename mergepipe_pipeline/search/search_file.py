@@ -1,21 +1,21 @@
-"""What a search file asks for, every key checked.
+"""The search file: its keys, every one checked.
 
 The text alone is read: whether sources and evaluator are there is seen where the search starts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+from pydantic import AfterValidator, Field, FiniteFloat
 
 from mergepipe_pipeline.domain.evaluation import Evaluator, Metrics
-from mergepipe_pipeline.recipe.evaluate import read_evaluate
-from mergepipe_pipeline.recipe.problems import KeyPath, Problems, recipe_error, sentence_of, shown
-from mergepipe_pipeline.recipe.references import UnreadableReference, identity, parse_reference
+from mergepipe_pipeline.recipe.evaluate import EvaluateYaml
+from mergepipe_pipeline.recipe.keys import Keys, readable
+from mergepipe_pipeline.recipe.problems import Problems, recipe_error, shown
+from mergepipe_pipeline.recipe.references import identity, parse_reference
 from mergepipe_pipeline.recipe.yaml_text import read_yaml
 from mergepipe_pipeline.search.pareto import REFERENCE
 
@@ -33,33 +33,21 @@ def _coordinate(value: object) -> object:
     return value
 
 
-def _model(text: str) -> str:
-    try:
-        parse_reference(text)
-    except UnreadableReference as error:
-        raise ValueError(str(error)) from None
-    return text
-
-
 Pair = Annotated[list[FiniteFloat], Field(min_length=2, max_length=2)]
 Ascending = Annotated[Pair, AfterValidator(_pair)]
-Model = Annotated[str, AfterValidator(_model)]
+Model = Annotated[str, AfterValidator(readable)]
 Coordinate = Annotated[Any, AfterValidator(_coordinate)]
 Count = Annotated[int, Field(ge=1, le=100_000)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class ObjectiveYaml(_Strict):
+class ObjectiveYaml(Keys):
     """One of `objectives:`, under the name of its metric."""
 
     direction: Literal["max", "min"]
     anchors: Pair
 
 
-class SpaceYaml(_Strict):
+class SpaceYaml(Keys):
     """The key `space:`."""
 
     weights: Literal["mix", "each"] = "mix"
@@ -88,16 +76,16 @@ class Objective:
         return (metrics[self.metric] - self.worst) / (self.best - self.worst)
 
 
-class SearchFile(_Strict):
-    """What a search file asks for."""
+class SearchFile(Keys):
+    """A search file."""
 
     sources: Annotated[list[Model], Field(min_length=2)]
     base_model: Model
     merge_method: Literal["linear", "task_arithmetic", "ties"]
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, Any] = Field(default={})
     space: SpaceYaml = SpaceYaml()
     measured: Annotated[dict[str, ObjectiveYaml], Field(min_length=2, alias="objectives")]
-    evaluate: Any
+    evaluate: EvaluateYaml
     evaluations: Count
     workers: Annotated[int, Field(ge=1, le=256)] = 1
     initial: Count = 8
@@ -107,14 +95,12 @@ class SearchFile(_Strict):
 
     @cached_property
     def evaluator(self) -> Evaluator:
-        """What measures candidates."""
-        evaluator = read_evaluate(self.evaluate, Problems({}))
-        assert evaluator is not None  # `parse_search` refuses what is none
-        return evaluator
+        """The evaluator of candidates."""
+        return self.evaluate.evaluator
 
     @cached_property
     def objectives(self) -> tuple[Objective, ...]:
-        """What is searched for; the last one is what the others cost."""
+        """The objectives; the last one is what the others cost."""
         return tuple(
             Objective(name, o.direction == "max", *o.anchors) for name, o in self.measured.items()
         )
@@ -143,17 +129,14 @@ def parse_search(text: str, where: str) -> SearchFile:
     """Read the text of a search file. Raises RecipeError with every problem at its key path."""
     document = read_yaml(text)
     problems, value = document.problems, document.value
-    file = evaluator = None
+    file = None
     if isinstance(value, dict):
-        file = _validated(value, problems)
-        evaluator = read_evaluate(value.get("evaluate"), problems)
-        if value.get("evaluate") is None:
-            problems.add(("evaluate",), "this key is required and missing")
+        file = SearchFile.read(value, (), problems)
     elif not problems:
         problems.add((), "a search is a mapping with `sources:` and `objectives:`", document.line)
     if file is not None:
         _check(file, problems)
-    if problems or file is None or evaluator is None:
+    if problems or file is None:
         raise recipe_error([problems], where, "search file")
     return file
 
@@ -186,22 +169,3 @@ def _check(file: SearchFile, problems: Problems) -> None:
         if worst == best or (objective.direction == "max") != (worst < best):
             text = f"expected [worst, best], which go the way of `{objective.direction}`"
             problems.add(("objectives", name, "anchors"), f"{text}, found {shown([worst, best])}")
-
-
-def _validated(value: Mapping[str, object], problems: Problems) -> SearchFile | None:
-    try:
-        return SearchFile.model_validate(value)
-    except ValidationError as invalid:
-        for error in invalid.errors(include_url=False):
-            path = tuple(error["loc"])
-            if path != ("evaluate",):  # it is told without pydantic
-                problems.add(path, sentence_of(error, _known_keys))
-    return None
-
-
-def _known_keys(path: KeyPath) -> Collection[str]:
-    """The keys that may stand where the last part of `path` stands."""
-    if len(path) == 1:
-        return [f.alias or name for name, f in SearchFile.model_fields.items()]
-    models: dict[str, type[BaseModel]] = {"space": SpaceYaml, "objectives": ObjectiveYaml}
-    return models[str(path[0])].model_fields

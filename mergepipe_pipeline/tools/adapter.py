@@ -129,7 +129,7 @@ _NO_LINEAR = re.compile(r"(?:\.gate|\.router|\.shared_expert_gate|embeddings?|em
 
 @dataclass(frozen=True, slots=True)
 class Extraction:
-    """What is asked for: how good, of which modules (regular expressions; none: all that changed),
+    """The request: how good, of which modules (regular expressions; none: all that changed),
     which modules whole, in which type, with which seed.
     """
 
@@ -353,7 +353,7 @@ def total_error(rows: Collection[TensorError]) -> float | None:
 
 
 def details_of(rows: Sequence[TensorError]) -> dict[str, Any]:
-    """What provenance and `--json` say of an extraction."""
+    """The details of an extraction for provenance and `--json`."""
     listed = [
         {**asdict(r), "norm": r.norm if np.isfinite(r.norm) else None}
         for r in sorted(rows, key=lambda r: r.tensor)

@@ -282,7 +282,7 @@ def _refuse_other(given: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """What became of the tensors: how many, which share memory, and what is no tensor."""
+    """The fate of the tensors: how many, which share memory, and what is no tensor."""
 
     tensors: int
     shared: dict[str, str]

@@ -76,12 +76,12 @@ class Input:
 
     @property
     def lineage(self) -> LineageEntry:
-        """What a manifest says of it."""
+        """The entry of it in a manifest."""
         return LineageEntry(self.role, self.checkpoint.name, self.content)
 
     @property
     def source(self) -> Source:
-        """What a provenance says of it."""
+        """The entry of it in a provenance."""
         c = self.checkpoint
         return Source(c.name, c.root, c.checkpoint_id, c.stamp)
 

@@ -256,7 +256,7 @@ def _misfit(
 
 
 def parameters_of(config: MoeConfig, seed: int) -> Mapping[str, Any]:
-    """What decides a mixture beside its inputs, as plain JSON; models stand by their order."""
+    """The parameters of a mixture beside its inputs, as plain JSON; models stand by their order."""
     parameters = config.model_dump(exclude={"base_model"})
     for expert in (*parameters["experts"], *parameters["shared_experts"]):
         del expert["source_model"]

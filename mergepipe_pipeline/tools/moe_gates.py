@@ -1,4 +1,4 @@
-"""What a mixture's file asks for, and the gates of its layers: from hidden states of prompts, from
+"""The file of a mixture, and the gates of its layers: from hidden states of prompts, from
 their embeddings, or random.
 
 The file is mergekit-moe's YAML (https://github.com/arcee-ai/mergekit/blob/main/docs/moe.md), read
@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from mergepipe_pipeline.arrays import F32Array
 from mergepipe_pipeline.domain.layers import is_embedding
 from mergepipe_pipeline.errors import CheckpointError, MergePipeError
 from mergepipe_pipeline.progress import Progress
-from mergepipe_pipeline.recipe.problems import Problems, recipe_error, unknown_key
+from mergepipe_pipeline.recipe.keys import Keys
+from mergepipe_pipeline.recipe.problems import Problems, recipe_error
 from mergepipe_pipeline.recipe.yaml_text import read_yaml
 from mergepipe_pipeline.resolution.recipe_text import yaml_file
 from mergepipe_pipeline.storage.regular import text_of
@@ -35,11 +36,7 @@ _Of = Callable[[str], F32Array]
 GateMode = Literal["hidden", "cheap_embed", "random"]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class ExpertConfig(_Strict):
+class ExpertConfig(Keys):
     """One expert: whose MLPs, which prompts it is for, and what is done to its weights.
 
     `residual_scale` multiplies its down projections; `noise_scale` is the standard deviation of
@@ -47,13 +44,13 @@ class ExpertConfig(_Strict):
     """
 
     source_model: str = Field(min_length=1)
-    positive_prompts: list[str] = []
-    negative_prompts: list[str] = []
+    positive_prompts: list[str] = Field(default=[])
+    negative_prompts: list[str] = Field(default=[])
     residual_scale: float | None = None
     noise_scale: float | None = Field(default=None, ge=0)
 
 
-class MoeConfig(_Strict):
+class MoeConfig(Keys):
     """A mixture: attention and norms of `base_model`, MLPs of the experts."""
 
     base_model: str = Field(min_length=1)
@@ -67,34 +64,18 @@ class MoeConfig(_Strict):
 
 def load_moe_config(path: str | Path) -> MoeConfig:
     """The mixture that a file asks for. Raises RecipeError with all problems."""
-    where = text_of(path)
-    text = yaml_file(Path(path), "mixture")
-    document = read_yaml(text)
+    document = read_yaml(yaml_file(Path(path), "mixture"))
     problems = document.problems
-    if not len(problems):
-        try:
-            config = MoeConfig.model_validate(document.value)
-        except ValidationError as invalid:
-            _add(problems, invalid)
-        else:
-            _check(problems, config)
-    if len(problems):
-        raise recipe_error([problems], where)
+    config = None if problems else MoeConfig.read(document.value, (), problems)
+    if config is not None:
+        _check(problems, config)
+    if config is None or problems:
+        raise recipe_error([problems], text_of(path), "mixture")
     return config
 
 
-def _add(problems: Problems, invalid: ValidationError) -> None:
-    for error in invalid.errors():
-        path = error["loc"]
-        if error["type"] == "extra_forbidden":
-            of = ExpertConfig if len(path) > 1 else MoeConfig
-            problems.add(path, unknown_key(str(path[-1]), of.model_fields))
-        else:
-            problems.add(path, error["msg"][0].lower() + error["msg"][1:])
-
-
 def _check(problems: Problems, config: MoeConfig) -> None:
-    """What the keys must be together."""
+    """Add a problem for keys that do not go together."""
     if config.experts_per_token > len(config.experts):
         text = f"expected at most the number of experts, {len(config.experts)}"
         problems.add(("experts_per_token",), f"{text}, found {config.experts_per_token}")

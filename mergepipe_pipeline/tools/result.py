@@ -226,7 +226,7 @@ def _refuse_result(out: Path) -> None:
 
 
 def _provenance(origin: Origin, details: Mapping[str, Any]) -> dict[str, Any]:
-    """What no id covers: who, when, where, and what the verb says of its result."""
+    """The facts that no id covers: who, when, where, and what the verb says of its result."""
     return {
         "recipe_name": origin.verb,
         "made_by": {

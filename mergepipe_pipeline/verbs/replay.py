@@ -38,7 +38,7 @@ from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.recipe.selectors import Recorded
 from mergepipe_pipeline.resolution.open_models import packable
 from mergepipe_pipeline.resolution.recipe_text import as_asked, parse
-from mergepipe_pipeline.resolution.resolve import ResolvedRecipe, resolve_again
+from mergepipe_pipeline.resolution.resolve import ResolvedRecipe, planning_of, resolve_stage
 from mergepipe_pipeline.storage.forms import record_of
 from mergepipe_pipeline.verbs.pack import repack
 from mergepipe_pipeline.warehouse import Warehouse
@@ -139,7 +139,8 @@ def _plan(
     """The plan of the last stage; those before it are merged now."""
 
     def resolve_next(stage: ParsedRecipe, stages: StageResults) -> ResolvedRecipe:
-        resolved = resolve_again(anew, stage, {**inputs, **stages.checkpoints}, request)
+        known = {**inputs, **stages.checkpoints}
+        resolved = resolve_stage(anew, stage, known, **planning_of(request))
         _repack(anew, resolved, request.packs, progress)
         return resolved
 

@@ -16,7 +16,7 @@ from mergepipe_pipeline.analysis.digests import digest_checkpoint
 from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.operator import Choosing
-from mergepipe_pipeline.domain.plan import ExpertInput, MergePlan, Side
+from mergepipe_pipeline.domain.plan import ExpertInput, MergePlan, SideFiles
 from mergepipe_pipeline.domain.recipe import (
     BaseTensor,
     Budget,
@@ -100,7 +100,7 @@ class Family:
             stats=self.stats,
             facts=facts,
             grid=GRID,
-            side=Side(2),
+            side=SideFiles(2),
         ).build()
 
 

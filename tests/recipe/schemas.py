@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from mergepipe_pipeline.domain.checkpoint import TensorEntry
 from mergepipe_pipeline.domain.operator import BaseUse, OperatorSchema, Parameter, Response, Space
 from mergepipe_pipeline.domain.recipe import Recipe
+from mergepipe_pipeline.recipe.model_tensors import ModelTable
 from mergepipe_pipeline.recipe.parse import ParsedRecipe, parse_recipes, resolve_recipe
 
 WEIGHT = Parameter("weight", "model", "float", None, "factor")
@@ -167,9 +168,13 @@ def resolve(
     """
     raw = parse(text)
     given, usual = tables or {}, table() if every is None else every
-    found = [given.get(ref.text, usual) for ref in raw.references]
-    flags = [ref.text in partial for ref in raw.references]
-    return resolve_recipe(raw, found, METHODS, flags, [depth] * len(found))
+    return resolve_recipe(
+        raw,
+        [
+            ModelTable(ref, given.get(ref.text, usual), ref.text in partial, depth)
+            for ref in raw.references
+        ],
+    )
 
 
 def number(recipe: Recipe, model: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mergepipe_pipeline.domain.recipe import Recipe
+from mergepipe_pipeline.recipe.model_tensors import ModelTable
 from mergepipe_pipeline.recipe.parse import parse_recipes, resolve_recipe
 from mergepipe_pipeline.recipe.structure import ParsedRecipe
 from tests.recipe.schemas import METHODS, Table, names_of, table
@@ -28,8 +29,10 @@ def resolve_all(text: str) -> tuple[Recipe, ...]:
     raws = parse_all(text)
     n_layers = layers_of(raws, default=32) if "org/" in text else 3
     for raw in raws:
-        tables = [made.get(ref.text, _model(raw, n_layers)) for ref in raw.references]
-        recipe = resolve_recipe(raw, tables, METHODS)
+        models = [
+            ModelTable(ref, made.get(ref.text, _model(raw, n_layers))) for ref in raw.references
+        ]
+        recipe = resolve_recipe(raw, models)
         recipes.append(recipe)
         made[raw.stage or ""] = table([t.name for t in recipe.tensors])
     return tuple(recipes)

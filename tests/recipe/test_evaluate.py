@@ -7,12 +7,13 @@ import pytest
 from mergepipe_pipeline.domain.evaluation import Evaluator, Gate, LmEval, Perplexity, Threshold
 from mergepipe_pipeline.errors import RecipeError
 from mergepipe_pipeline.recipe.parse import ParsedRecipe, parse_recipes
+from tests.recipe.schemas import METHODS
 
 MERGE = "merge_method: linear\nmodels: [{model: a, parameters: {weight: 1}}]\n"
 
 
 def parsed(text: str) -> ParsedRecipe:
-    return parse_recipes(MERGE + text, name="r", where="r.yml")[-1]
+    return parse_recipes(MERGE + text, name="r", where="r.yml", methods=METHODS)[-1]
 
 
 def problems(text: str) -> list[str]:
@@ -71,7 +72,7 @@ def test_a_gate_is_read_with_shares_as_they_are_written() -> None:
 def test_the_last_stage_gives_evaluator_and_gate_of_a_file() -> None:
     first = f"{MERGE}name: s\nevaluate: {{command: [first]}}\n---\n"
     last = MERGE.replace("model: a", "model: s") + "evaluate: {command: [last]}\n"
-    *before, final = parse_recipes(first + last, name="r", where="r.yml")
+    *before, final = parse_recipes(first + last, name="r", where="r.yml", methods=METHODS)
     assert final.evaluator == Evaluator(("last",))
     assert "evaluate has no effect" in before[0].warnings[0]
 

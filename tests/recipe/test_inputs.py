@@ -11,8 +11,9 @@ from mergepipe_pipeline.domain.layers import stack_counts
 from mergepipe_pipeline.domain.recipe import BaseTensor
 from mergepipe_pipeline.errors import RecipeError
 from mergepipe_pipeline.recipe import model_tensors
+from mergepipe_pipeline.recipe.model_tensors import ModelTable
 from mergepipe_pipeline.recipe.parse import resolve_recipe
-from tests.recipe.schemas import METHODS, NAMES, inputs, names_of, parse, resolve, table, without
+from tests.recipe.schemas import NAMES, inputs, names_of, parse, resolve, table, without
 
 TWO = "merge_method: {}\nbase_model: base\nmodels: [{{model: a}}, {{model: b}}]\nparameters: {}\n"
 TIES = TWO.format("ties", "{weight: 1}")
@@ -133,9 +134,15 @@ def test_weights_without_a_config_are_counted_like_the_others(
     """Some models have a layer for further tokens (3 to 4); one of them has no config."""
     text, names = TIES, ("a", "b", "base")
     raw = parse(text)
-    tables = [table(names_of(4 if ref.text in extra else 3)) for ref in raw.references]
-    depths = [None if ref.text == names[without_config] else 3 for ref in raw.references]
-    recipe = resolve_recipe(raw, tables, METHODS, [False] * 3, depths)
+    models = [
+        ModelTable(
+            ref,
+            table(names_of(4 if ref.text in extra else 3)),
+            depth=None if ref.text == names[without_config] else 3,
+        )
+        for ref in raw.references
+    ]
+    recipe = resolve_recipe(raw, models)
     beyond = [t for t in recipe.tensors if t.name.startswith("model.layers.3.")]
     assert len(beyond) == (2 if "base" in extra else 0)
 

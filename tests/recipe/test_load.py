@@ -11,7 +11,7 @@ import pytest
 
 from mergepipe_pipeline.domain.recipe import BaseTensor, Budget, ModelRef
 from mergepipe_pipeline.errors import BudgetError, RecipeError
-from mergepipe_pipeline.recipe.parse import parse_recipes, resolve_recipe
+from mergepipe_pipeline.recipe.parse import parse_recipes
 from mergepipe_pipeline.recipe.problems import Problems
 from mergepipe_pipeline.recipe.schema import validate
 from mergepipe_pipeline.recipe.yaml_text import MAX_NBYTES
@@ -186,13 +186,6 @@ def test_an_unlisted_base_of_linear_without_a_weight_is_a_reference_only_with_a_
     assert "'base' is not listed" in recipe.warnings[0]
 
 
-def test_without_methods_the_text_is_parsed_and_resolving_finds_the_rest() -> None:
-    raw = parse_recipes("merge_method: nope\nmodels: [{model: a}]", name="x", where="x.yml")[-1]
-    assert raw.references == (ModelRef("a", "a"),)
-    with pytest.raises(RecipeError, match="unknown method 'nope'; known are arcee_fusion"):
-        resolve_recipe(raw, [table()], METHODS)
-
-
 def test_gradients_filters_levels_and_defaults_meet_in_one_number_per_tensor() -> None:
     recipe = resolve("""\
 merge_method: ties
@@ -310,7 +303,8 @@ def test_a_filter_that_matches_nothing_is_warned_of() -> None:
 def test_a_name_that_is_no_ref_asks_for_one() -> None:
     with pytest.raises(RecipeError, match=r"cannot be its ref.*give it one with `ref:`"):
         parse_recipes(SMALL, name="my recipe", where="x", methods=METHODS)
-    assert parse_recipes(SMALL + "ref: r\n", name="my recipe", where="x")[-1].ref == "r"
+    named = parse_recipes(SMALL + "ref: r\n", name="my recipe", where="x", methods=METHODS)[-1]
+    assert named.ref == "r"
 
 
 def test_a_file_beyond_the_size_limit_is_not_parsed() -> None:

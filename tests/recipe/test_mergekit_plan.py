@@ -15,6 +15,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from mergepipe_pipeline.domain.checkpoint import TensorEntry
+from mergepipe_pipeline.recipe.model_tensors import ModelTable
 from mergepipe_pipeline.recipe.parse import parse_recipes, resolve_recipe
 from tests.recipe import mergekit_plan
 from tests.recipe.schemas import METHODS, Table
@@ -174,7 +175,7 @@ def test_each_tensor_is_made_of_what_mergekit_makes_it_of(
 ) -> None:
     text = _filled(RECIPES[name], models)
     raw = parse_recipes(text, name=name, where=name, methods=METHODS)[-1]
-    recipe = resolve_recipe(raw, [_table()] * len(raw.references), METHODS)
+    recipe = resolve_recipe(raw, [ModelTable(ref, _table()) for ref in raw.references])
     folder = [Path(ref.text).name for ref in recipe.models]
     plan = plans[name]
     assert {t.name for t in recipe.tensors} == set(plan)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from mergepipe_pipeline.errors import CheckpointChangedError
-from mergepipe_pipeline.recipe.parse import parse_recipes
 from mergepipe_pipeline.remote.ranges import downloads_folder
+from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.storage.atomic import remove_tree
 from mergepipe_pipeline.verbs.merge import Merged, merge
 from mergepipe_pipeline.warehouse import Warehouse
@@ -35,7 +35,7 @@ def place(request: pytest.FixtureRequest) -> tuple[Server, Place]:
 
 
 def _merge(home: Warehouse, text: str, *, fresh: bool = False) -> Merged:
-    return merge(home, parse_recipes(text, name="r", where="r.yml")[-1], fresh=fresh)
+    return merge(home, parse(text, name="r", where="r.yml"), fresh=fresh)
 
 
 @pytest.fixture
