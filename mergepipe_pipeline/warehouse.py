@@ -280,10 +280,6 @@ class Warehouse:
         name = f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:8]}"
         return self.aside / name
 
-    def verified_path(self, label: str) -> Path:
-        """The intact files of a verification that was interrupted."""
-        return self.root / "verify" / f"{label}.jsonl"
-
     def unnamed(self) -> Iterator[Path]:
         """Files that have no final name yet; killed processes leave such behind."""
         yield from sorted(self.root.glob(".*.tmp"))

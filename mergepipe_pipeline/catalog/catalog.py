@@ -20,6 +20,7 @@ from mergepipe_pipeline.catalog.formats import CHECKPOINTS, SIDE_FILES
 from mergepipe_pipeline.catalog.pairs import Content, Origin, PairFacts, known_contents
 from mergepipe_pipeline.catalog.seals import find_sealed, read_facts, version, write_sealed
 from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
+from mergepipe_pipeline.domain.bounds import NAME, NAME_FORM
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.errors import (
     CheckpointError,
@@ -27,14 +28,7 @@ from mergepipe_pipeline.errors import (
     MergePipeError,
     NotFoundError,
 )
-from mergepipe_pipeline.storage.chain import (
-    NAME,
-    NAME_FORM,
-    VersionChain,
-    chain_names,
-    is_chain,
-    read_chains,
-)
+from mergepipe_pipeline.storage.chain import VersionChain, chain_names, is_chain, read_chains
 from mergepipe_pipeline.storage.roots import Roots, refuse_unmounted, why_unmounted
 from mergepipe_pipeline.storage.side_files import SideStamp, gone, side_sha256, side_stamps
 from mergepipe_pipeline.storage.source import open_source

@@ -1,7 +1,7 @@
 """Reads runs of elements of a checkpoint, through the gate: nothing outside the access set.
 
-Budgeted bytes of checkpoints are counted here (those of packs in `packs.reader`): the bytes of each
-request, without the rest of the disk's pages.
+Budgeted bytes of checkpoints are counted here (those of packs in `packs.elements`): the bytes of
+each request, without the rest of the disk's pages.
 """
 
 from __future__ import annotations

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 
 _EXAMPLE = "select snapshot_id, version from snapshot_inputs where name = 'math'"
-_ALL = "L0,L1,L2,L3,X20,X"
 _Row = Mapping[str, Any]
 #: What the tables show under their headers.
 _CHECKPOINTS: dict[str, Callable[[_Row], Any]] = {
@@ -261,12 +260,6 @@ def quarantine(console: Console, name: str, reason: str, release: bool) -> None:
 @click.argument("names", nargs=-1)
 @click.option("--base", help="Pack against this base instead of the registered one.")
 @click.option(
-    "--tiers",
-    default=_ALL,
-    show_default=True,
-    help="Tiers to write: L0 up to some Lk approximate, X20 and X are exact.",
-)
-@click.option(
     "--replace",
     "is_replaced",
     is_flag=True,
@@ -278,7 +271,6 @@ def pack(
     console: Console,
     names: tuple[str, ...],
     base: str | None,
-    tiers: str,
     is_replaced: bool,
     cold: str | None,
 ) -> None:
@@ -293,13 +285,7 @@ def pack(
     if is_replaced != (cold is not None) or (is_replaced and not names):
         raise click.UsageError("--replace takes names, and --cold FOLDER says where originals go")
     console.tell_of_compilation()
-    done = run(
-        console.warehouse,
-        names,
-        base=base,
-        tiers=[t.strip() for t in tiers.split(",")],
-        progress=console.progress,
-    )
+    done = run(console.warehouse, names, base=base, progress=console.progress)
     moved = [move_to_cold(console.warehouse, one, cold, console.progress) for one in done if cold]
     console.show(
         {"packs": [asdict(one) for one in done], "moved": [asdict(one) for one in moved]},

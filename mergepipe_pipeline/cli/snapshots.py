@@ -330,7 +330,6 @@ def pull_pack(console: Console, address: str, experts: tuple[str, ...], base: st
     "every byte of every result; lineage: records against each other; inputs: every byte of every "
     "registered checkpoint.",
 )
-@click.option("--fresh", is_flag=True, help="With --all: do not go on where a killed run was.")
 @click.option("--inputs", is_flag=True, help="Also hash what the snapshot was merged from.")
 @verb
 def verify(
@@ -338,7 +337,6 @@ def verify(
     what: str | None,
     everything: bool,
     scopes: Sequence[Scope],
-    fresh: bool,
     inputs: bool,
 ) -> None:
     """Re-hash every byte of a snapshot (id, prefix, ref, REF@VERSION, a folder of --out), or with
@@ -348,14 +346,14 @@ def verify(
     """
     if everything == (what is not None) or (everything and inputs):
         raise click.UsageError("Give a snapshot (with --inputs or not), or --all.")
-    if (scopes or fresh) and not everything:
-        raise click.UsageError("--scope and --fresh go with --all.")
+    if scopes and not everything:
+        raise click.UsageError("--scope goes with --all.")
     if what is not None:
         _verify_snapshot(console, what, inputs=inputs)
         return
     from mergepipe_pipeline.verbs.verify import verify_all
 
-    report = verify_all(console.existing, scopes or _SCOPES, fresh=fresh, progress=console.progress)
+    report = verify_all(console.existing, scopes or _SCOPES, progress=console.progress)
     _show_report(console, report)
 
 
@@ -379,11 +377,10 @@ def _show_report(
     console: Console, report: Report, snapshot: dict[str, Any] | None = None, *lines: str
 ) -> None:
     console.warn(*report.notes)
-    resumed = f", {report.resumed_files} known from before" if report.resumed_files else ""
     verdict = "ok" if report.ok else counted(len(report.findings), "finding")
     summary = (
         f"{verdict}: {', '.join(report.scopes)}; "
-        f"{report.files} checks, {size(report.nbytes)} hashed{resumed}"
+        f"{report.files} checks, {size(report.nbytes)} hashed"
     )
     shown = {"ok": report.ok, **(snapshot or {}), **asdict(report)}
     console.show(shown, *lines, *map(finding_line, report.findings), summary)

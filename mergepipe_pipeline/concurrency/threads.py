@@ -1,4 +1,4 @@
-"""How many threads each kind of work gets, which no other module decides, and what memory is held.
+"""The numbers of threads for each kind of work, which no other module decides, and memory.
 
 Allocators keep freed memory for later allocations. Between planning, which holds statistics of all
 experts, and merging, which holds windows, none is that large.

@@ -131,21 +131,6 @@ class Workers:
                     on_cancel(item)
 
 
-def prefetch(loads: Iterable[Callable[[], T]]) -> Iterator[Callable[[], T]]:
-    """The same loads in order; while one is used, the next one runs.
-
-    Calling one waits for its result and raises what it raised.
-    """
-    with Workers(1) as workers:
-        queue: TaskQueue[T] = workers.queue()
-        for load in loads:
-            queue.put(load)
-            if len(queue) > 1:
-                yield queue.pop()
-        while queue:
-            yield queue.pop()
-
-
 def lookahead(items: Iterable[T], count: int) -> Iterator[tuple[T, list[T]]]:
     """Items in order, each with the items first seen since the one before it.
 
@@ -166,7 +151,7 @@ def lookahead(items: Iterable[T], count: int) -> Iterator[tuple[T, list[T]]]:
 
 
 class Sequencer:
-    """How far one range of elements is done; only its next part may do the ordered step.
+    """The progress in one range of elements, of which only the next part may do the ordered step.
 
     What threads touch between `wait` and `advance` needs no lock. Whoever starts the threads must
     call `cancel` when one of them fails, because the threads behind it would wait forever.
@@ -207,7 +192,7 @@ class FreeList(Generic[T]):
         self._free: deque[T] = deque(maxlen=max_free)  # its ends are safe without a lock
 
     def __len__(self) -> int:
-        """How many are free."""
+        """The number that is free."""
         return len(self._free)
 
     def take(self) -> T:

@@ -37,11 +37,11 @@ from mergepipe_pipeline.deploy.arrivals import (
 )
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, bases_read, names_read
 from mergepipe_pipeline.digest import digest_json
+from mergepipe_pipeline.domain.bounds import NAME, NAME_FORM
 from mergepipe_pipeline.domain.recipe import Budget
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.facts.quarantine import quarantine_of, quarantined_names
 from mergepipe_pipeline.recipe.selectors import would_take
-from mergepipe_pipeline.storage.chain import NAME, NAME_FORM
 from mergepipe_pipeline.storage.regular import text_of, unwritten
 from mergepipe_pipeline.text import listed
 from mergepipe_pipeline.warehouse import Warehouse

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass
 from typing import Any
 
+from mergepipe_pipeline.domain.bounds import Number, Size
+
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
@@ -48,15 +50,15 @@ class Realised:
     `read_s` and `arithmetic_s` are added up over threads, `write_s` is one thread's.
     """
 
-    expert_bytes_read: int
-    base_bytes_read: int
-    bytes_written: int
-    layers_executed: int
-    layers_reused: int
-    layers_s: float
-    read_s: float = 0.0
-    arithmetic_s: float = 0.0
-    write_s: float = 0.0
+    expert_bytes_read: Size
+    base_bytes_read: Size
+    bytes_written: Size
+    layers_executed: Size
+    layers_reused: Size
+    layers_s: Number
+    read_s: Number = 0.0
+    arithmetic_s: Number = 0.0
+    write_s: Number = 0.0
 
     @property
     def nbytes(self) -> int:

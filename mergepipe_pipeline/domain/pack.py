@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
+from mergepipe_pipeline.domain.bounds import Bound, Sha256, Size, Text
 from mergepipe_pipeline.domain.segments import COARSE_ELEMS
 
 if TYPE_CHECKING:  # commands that read plans start without NumPy
@@ -23,7 +24,7 @@ if TYPE_CHECKING:  # commands that read plans start without NumPy
 #: Part of every pack's id: raised when an encoder or a decoder changes its bits.
 CODEC_VERSION = "2"
 #: Raised when the files beside frames change, which no id tells.
-PACK_FORMAT = "2"
+PACK_FORMAT = "3"
 #: Elements that are encoded, compressed, verified and decoded together; a part of a tensor.
 CHUNK_ELEMS = COARSE_ELEMS
 
@@ -53,15 +54,15 @@ X20_DENSITY = 0.2
 class TensorContent(NamedTuple):
     """A tensor and the base's tensor that it is packed against; digests are of their contents.
 
-    Those of all tensors of a pack and its tiers determine the pack's id.
+    Those of all tensors of a pack determine the pack's id.
     """
 
-    name: str
-    base_name: str
-    dtype: str
-    shape: tuple[int, ...]
-    digest: str
-    base_digest: str
+    name: Text
+    base_name: Text
+    dtype: Annotated[str, Bound(pattern="^(BF16|F16|F32)$")]
+    shape: Annotated[tuple[Size, ...], Bound(max_length=16)]
+    digest: Sha256
+    base_digest: Sha256
 
 
 @dataclass(frozen=True)

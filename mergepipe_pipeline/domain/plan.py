@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.domain.blocks import Range, coalesce, total_elems
+from mergepipe_pipeline.domain.bounds import Number, Size, Text
 from mergepipe_pipeline.domain.pack import CODEC_VERSION, PackedInput, PackSource
 from mergepipe_pipeline.domain.recipe import Params
 from mergepipe_pipeline.domain.request import AS_WRITTEN, Request
@@ -239,23 +240,23 @@ class Estimates:
     which blocks of `pack_block_elems` elements have a level each (0: of no packs).
     """
 
-    budget_bytes: int | None
-    strategy: str
-    block_elems: int
-    expert_bytes_total: int
-    expert_bytes_planned: int
-    blocks_total: int
-    blocks_bought: int
-    blocks_zero: int
-    reads: int
-    error_bound: float | None
-    bound_note: str
-    predicted_error: float | None
-    predicted_margin: float | None
-    update_norm: float | None
-    expert_bytes_packed: int = 0
-    pack_block_elems: int = 0
-    update_note: str = ""
+    budget_bytes: Size | None
+    strategy: Text
+    block_elems: Size
+    expert_bytes_total: Size
+    expert_bytes_planned: Size
+    blocks_total: Size
+    blocks_bought: Size
+    blocks_zero: Size
+    reads: Size
+    error_bound: Number | None
+    bound_note: Text
+    predicted_error: Number | None
+    predicted_margin: Number | None
+    update_norm: Number | None
+    expert_bytes_packed: Size = 0
+    pack_block_elems: Size = 0
+    update_note: Text = ""
 
     @property
     def no_error_note(self) -> str:

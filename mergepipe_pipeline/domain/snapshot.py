@@ -10,19 +10,19 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from mergepipe_pipeline.digest import digest_json
+from mergepipe_pipeline.domain.bounds import PlainName, Sha256, SideName, SideSize, Size, Text
 from mergepipe_pipeline.domain.plan import MergePlan
 
 #: The file of a snapshot that names every other one.
 MANIFEST = "manifest.json"
 #: The one that tells how it came about, which no id covers.
 PROVENANCE = "provenance.json"
-MANIFEST_FORMAT = "mergepipe-manifest/2"
 
 #: Operator, its variant ("" for none), number of output tensors.
-OperatorCount = tuple[str, str, int]
+OperatorCount = tuple[Text, Text, Size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,46 +32,54 @@ class ShardEntry:
     `tensors` are (name, SHA-256 of the file up to that tensor's end), in file order.
     """
 
-    file: str
-    layer: str
-    layer_key: str
-    sha256: str
-    nbytes: int
-    tensors: tuple[tuple[str, str], ...]
+    file: PlainName
+    layer: Text
+    layer_key: Sha256
+    sha256: Sha256
+    nbytes: Size
+    tensors: tuple[tuple[Text, Sha256], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SideFile:
     """One other file of a snapshot (config, tokenizer, index, card, recipe)."""
 
-    file: str
-    sha256: str
-    nbytes: int
+    file: SideName
+    sha256: Sha256
+    nbytes: SideSize
 
 
 @dataclass(frozen=True, slots=True)
 class LineageEntry:
     """One input checkpoint: its role, its name, the digest of its tensors' digests."""
 
-    role: str  # "base" or "expert"
-    name: str
-    content_sha256: str
+    role: Text  # "base" or "expert"
+    name: Text
+    content_sha256: Sha256
 
 
 @dataclass(frozen=True)
 class Manifest:
     """The identity of a snapshot: same inputs, same manifest, same id.
 
-    `operators` count the output tensors by what made them; `copy` took them as they are.
+    `operators` count the output tensors by what made them; `copy` took them as they are. Raises
+    ValueError for a file that is named twice.
     """
 
-    plan_id: str
-    method: str
+    plan_id: Sha256
+    method: Text
     inputs: tuple[LineageEntry, ...]
     operators: tuple[OperatorCount, ...]
     shards: tuple[ShardEntry, ...]
     side_files: tuple[SideFile, ...]
-    format: str = MANIFEST_FORMAT
+    format: Literal["mergepipe-manifest/2"] = "mergepipe-manifest/2"
+
+    def __post_init__(self) -> None:
+        taken = {MANIFEST, PROVENANCE}
+        for name in (*(s.file for s in self.shards), *(f.file for f in self.side_files)):
+            if name in taken:
+                raise ValueError(f"the file {name!r} twice")
+            taken.add(name)
 
     @cached_property
     def manifest_hash(self) -> str:

@@ -17,15 +17,13 @@ from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.checkpoints.reader import BlockReader, Tally
 from mergepipe_pipeline.checkpoints.stored import Verifier
 from mergepipe_pipeline.domain.blocks import Range, clip, coalesce
-from mergepipe_pipeline.domain.pack import TIERS_OF, Tier
 from mergepipe_pipeline.domain.plan import ExpertInput, LayerTask, MergePlan, TensorTask
 from mergepipe_pipeline.domain.segments import COARSE_ELEMS, KnownSegments
 from mergepipe_pipeline.domain.view import Part, TensorView
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import CheckpointChangedError
 from mergepipe_pipeline.operators import OPERATORS
-from mergepipe_pipeline.packs.elements import PackedElements
-from mergepipe_pipeline.packs.reader import Allowed, PackReader
+from mergepipe_pipeline.packs.elements import PackedElements, PackReader
 from mergepipe_pipeline.storage.held import FirstReading, HeldBytes, HeldFiles, SecondReading
 from mergepipe_pipeline.storage.read_batch import ReadBatch
 from mergepipe_pipeline.storage.source import (
@@ -68,17 +66,6 @@ def _base_parts(task: TensorTask) -> list[tuple[Part, Sequence[Range]]]:
     if base is None or not (is_update or (operator and operator.schema.base != "none")):
         return []
     return list(_parts(base.view, ((0, base.view.numel),)))
-
-
-def packed_access_sets(layers: Sequence[LayerTask]) -> dict[int, Allowed]:
-    """By pack, tensor and tier to the elements that the layers read of it."""
-    ranges: dict[int, dict[tuple[str, Tier], list[Range]]] = {}
-    for packed in (e.packed for e in _experts(layers) if e.packed is not None):
-        of = ranges.setdefault(packed.pack, {})
-        for r in packed.ranges:
-            for tier in TIERS_OF[r.level]:
-                of.setdefault((packed.tensor, tier), []).append((r.start_elem, r.stop_elem))
-    return {n: {key: coalesce(elems) for key, elems in of.items()} for n, of in ranges.items()}
 
 
 def _experts(layers: Sequence[LayerTask]) -> Iterator[ExpertInput]:
@@ -293,10 +280,6 @@ class SourcePool:
     def _allowed(self) -> dict[int, dict[str, tuple[Range, ...]]]:
         return access_sets(self._plan.layers)
 
-    @cached_property
-    def _allowed_of_packs(self) -> dict[int, Allowed]:
-        return packed_access_sets(self._plan.layers)
-
     def _reading_for(self, when: _When, *, gated: bool) -> Reading:
         """The way of reading for the merge, before it, or beside it."""
         if when == "merge":
@@ -318,9 +301,7 @@ class SourcePool:
     def _open_pack(self, number: int, before: bool) -> PackReader:
         tally = Tally() if before else self._tallies[True]
         reading: Reading = "exact" if before else self._reading
-        allowed = self._allowed_of_packs.get(number, {})
-        reader = PackReader(self._plan.packs[number], allowed, tally, reading)
-        return self._stack.enter_context(reader)
+        return self._stack.enter_context(PackReader(self._plan.packs[number], tally, reading))
 
 
 def _too_long_nbytes(plan: MergePlan, held_nbytes: int) -> int:

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.concurrency import threads
-from mergepipe_pipeline.concurrency.workers import Workers, prefetch
+from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.domain.operator import Choosing, Fact
 from mergepipe_pipeline.domain.output import is_merged, stored_like
@@ -168,14 +167,15 @@ def _fill(facts: TensorFacts, asked: Asked, experts: Experts, *, in_full: bool) 
     Of the next expert histograms are loaded meanwhile.
     """
     every = [experts[expert, base] for expert, base, _ in asked]
-    loaded = prefetch([] if in_full else [partial(getattr, e, "histograms") for e in every])
-    for e, ((*_, fact), places) in zip(every, asked.items(), strict=True):
-        if not in_full:
-            next(loaded)()
-        e.add(fact, places, facts, in_full=in_full)
-        if not in_full:
-            e.add_sq_norms(fact, places, facts)
-        e.forget_histograms()
+    with Workers(1) as workers:
+        loaded = workers.map(_histograms, () if in_full else every, depth=2)
+        for e, ((*_, fact), places) in zip(every, asked.items(), strict=True):
+            if not in_full:
+                next(loaded)
+            e.add(fact, places, facts, in_full=in_full)
+            if not in_full:
+                e.add_sq_norms(fact, places, facts)
+            e.forget_histograms()
 
 
 def _asked_of_experts(
@@ -221,3 +221,7 @@ def _choose_operators(
         rows = tuple(i.params for i in t.inputs)
         out[t.name] = choose(t.params, rows, measured[t.name])
     return out
+
+
+def _histograms(e: AnalysedExpert) -> object:
+    return e.histograms

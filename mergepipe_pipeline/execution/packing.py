@@ -133,7 +133,7 @@ def _has_pack(warehouse: Warehouse, expert: Model, base: Model) -> bool:
     digests, base_digests = (known_digests(warehouse, model) for model in (expert, base))
     if digests is None or base_digests is None:
         return False
-    return warehouse.packs.best(packed_contents(expert, base, digests, base_digests)) is not None
+    return warehouse.packs.of(packed_contents(expert, base, digests, base_digests)) is not None
 
 
 def _spread(views: Sequence[TensorView], samples: int) -> Iterator[tuple[TensorView, int]]:

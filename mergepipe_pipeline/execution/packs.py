@@ -105,13 +105,12 @@ def packed_cost(
     experts = set()
     for served in _served(warehouse, models, merged, originals):
         expert, base = served.numbers
-        for row in served.pack.index.rows:
-            nbytes = int(row.nbytes[[TIERS.index(t) for t in TIERS_OF["X"]]].sum())
+        for row in served.pack.rows:
+            nbytes = sum(row.nbytes[TIERS.index(t)] for t in TIERS_OF["X"])
             for tensor, _ in served.of(row.content):
                 view, count = models[expert].views[tensor], uses[expert, base, tensor]
                 experts.add(expert)
-                if "X" in served.pack.tiers:
-                    exact_nbytes -= count * max(0, view.nbytes - nbytes)
+                exact_nbytes -= count * max(0, view.nbytes - nbytes)
     return PackedCost(len(experts), exact_nbytes) if experts else None
 
 
@@ -128,7 +127,7 @@ def _served(
     merged: Iterable[TensorRecipe],
     originals: Sequence[Model],
 ) -> Iterator[_Served]:
-    """The best pack of each expert of `merged` tensors, against each base of theirs.
+    """The pack of each expert of `merged` tensors, against each base of theirs.
 
     It serves tensors whose contents in `models` are those that it was made from.
     """
@@ -143,7 +142,7 @@ def _served(
         expert_digests, base_digests = (digests[number] for number in numbers)
         if expert_digests is None or base_digests is None:
             continue
-        pack = warehouse.packs.best(packed_contents(expert, base, expert_digests, base_digests))
+        pack = warehouse.packs.of(packed_contents(expert, base, expert_digests, base_digests))
         if pack is None:
             continue
         served: dict[tuple[str, str], list[Pair]] = {}

@@ -32,32 +32,20 @@ def refuse_damaged(warehouse: Warehouse, packs: Mapping[str, Iterable[str]]) -> 
     Raises DamagedPackError once all were looked at, and CorruptionError for a pack that stands for
     its expert.
     """
-    damaged = [
-        (name, error)
-        for name, pack_ids in packs.items()
-        for pack_id in pack_ids
-        if (error := _damage(warehouse, name, pack_id)) is not None
-    ]
+    damaged: dict[str, DamagedPackError] = {}
+    for name, pack_ids in packs.items():
+        for pack_id in filter(lambda i: warehouse.packs.path(i).is_dir(), pack_ids):
+            try:
+                warehouse.packs.open(pack_id)
+            except DamagedPackError as error:
+                damaged.setdefault(name, set_aside(warehouse, [name], error))
     if not damaged:
         return
-    first = damaged[0][1]
-    names = list(dict.fromkeys(name for name, _ in damaged))
+    names, first = list(damaged), next(iter(damaged.values()))
     if len(names) > 1:
         first.what = f"The packs of {' and '.join(names)} are damaged, and were set aside"
         first.next_step = _again(names, str(warehouse.aside))
     raise first
-
-
-def _damage(warehouse: Warehouse, name: str, pack_id: str) -> DamagedPackError | None:
-    """The error of a damaged pack, after setting it aside; None for a sound one."""
-    try:
-        if warehouse.packs.path(pack_id).is_dir():
-            warehouse.packs.open(pack_id)
-    except CorruptionError as error:
-        parts = {"where": error.where, "expected": error.expected, "found": error.found}
-        kind = PackVersionError if isinstance(error, PackVersionError) else DamagedPackError
-        return set_aside(warehouse, [name], kind(error.what, pack_id=pack_id, **parts))
-    return None
 
 
 def set_aside(
@@ -67,7 +55,15 @@ def set_aside(
 
     Raises CorruptionError for a pack that stands for its expert, which stays.
     """
-    _refuse_irreplaceable(warehouse, error)
+    for expert in warehouse.offline.all():
+        if expert.is_offline and expert.pack_id == error.pack_id:
+            raise CorruptionError(
+                f"The pack that stands for {expert.name} is damaged",
+                where=error.where,
+                expected=error.expected,
+                found=error.found,
+                next_step=expert.repaired,
+            ) from None  # a damaged pack as its cause would mean that trying again helps
     path, folder = warehouse.packs.path(error.pack_id), warehouse.new_aside()
     with suppress(FileNotFoundError):  # another merge was here first
         rename(path, folder / path.relative_to(warehouse.root))
@@ -84,20 +80,6 @@ def _again(names: Sequence[str], folder: str) -> str:
         " packs anew, which a standing pipeline does by itself before it merges; what was set "
         f"aside is in {folder}"
     )
-
-
-def _refuse_irreplaceable(warehouse: Warehouse, error: DamagedPackError) -> None:
-    """Raise CorruptionError if a damaged pack stands for an expert whose files are offline."""
-    for expert in warehouse.offline.all():
-        if expert.is_offline and expert.pack_id == error.pack_id:
-            raise CorruptionError(
-                f"The pack that stands for {expert.name} is damaged",
-                where=error.where,
-                expected=error.expected,
-                found=error.found,
-                next_step=f"{expert.bring_back}; then run `mergepipe repair` and `mergepipe pack "
-                f"{expert.name}`",
-            ) from None  # a damaged pack as its cause would mean that trying again helps
 
 
 def experts_of(plan: MergePlan, pack_id: str) -> list[str]:

@@ -1,1 +1,1 @@
-"""What is wrong with a warehouse or a result, and where. `verify` and `repair` call it."""
+"""Finds the damage of a warehouse or a result, and where it is, for `verify` and `repair`."""

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
-from mergepipe_pipeline.storage.chain import Journal
 
 Scope = Literal["structure", "digests", "lineage", "inputs"]
 SCOPES: tuple[Scope, ...] = ("structure", "digests", "lineage", "inputs")
 #: What reading a file raises that is not what it should be.
-UNREADABLE = (OSError, LookupError, TypeError, ValueError, AttributeError)
+_UNREADABLE = (OSError, LookupError, TypeError, ValueError, AttributeError)
 T = TypeVar("T")
 _REMADE = "its content is computed again"
 
@@ -49,13 +48,12 @@ class Finding:
 
 
 class Auditor:
-    """What a verification has looked at and found; several threads may use it.
+    """The findings of a verification, and the count of what it looked at; safe for threads.
 
     `notes` are what a user may want to know and nothing is wrong with.
     """
 
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self.findings: list[Finding] = []
         self.notes: list[str] = []
@@ -71,7 +69,7 @@ class Auditor:
         is_derivable: bool = False,
         remade: str = _REMADE,
     ) -> T | None:
-        """What `act` gives; None if it raises, which is a finding about the file at `path`.
+        """The result of `act`; None if it raises, which is a finding about the file at `path`.
 
         `remade` says how what is derivable comes back once `repair` has taken it away.
         """
@@ -81,7 +79,7 @@ class Auditor:
         except MergePipeError as error:
             self.report(scope, path, error, is_derivable=is_derivable, remade=remade)
             return None
-        except UNREADABLE as error:
+        except _UNREADABLE as error:
             if isinstance(error, FileNotFoundError) and not os.path.lexists(path):
                 return None  # a collection or another repair removed it meanwhile
             odd = CorruptionError(
@@ -127,15 +125,10 @@ class Auditor:
             kept = [f for f in self.findings if not Path(f.file).is_relative_to(folder)]
             self.findings[:] = kept
 
-    def is_done(self, path: Path) -> bool:
-        """Whether a verification that was interrupted found this file right, as it is now."""
-        return self._journal[str(path)] == _state(path)
-
-    def done(self, path: Path, nbytes: int) -> None:
-        """Remember that every byte of a file was found right."""
+    def hashed(self, nbytes: int) -> None:
+        """Count bytes that were found right."""
         with self._lock:
             self.nbytes += nbytes
-            self._journal.record(str(path), _state(path))
 
 
 def _refuse_irregular(path: Path) -> None:
@@ -152,12 +145,3 @@ def _refuse_irregular(path: Path) -> None:
             found="a pipe, socket or device",
             next_step="remove it",
         )
-
-
-def _state(path: Path) -> str:
-    """What tells a file from one that took its place or was written to."""
-    try:
-        stat = os.stat(path)
-    except OSError:
-        return "gone"
-    return f"{stat.st_ino} {stat.st_size} {stat.st_mtime_ns}"

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mergepipe_pipeline.catalog import formats
 from mergepipe_pipeline.catalog.seals import verify_sealed
 from mergepipe_pipeline.digest import unseal
-from mergepipe_pipeline.domain.outcome import StoredObject
 from mergepipe_pipeline.domain.plan import ENGINE_VERSION
 from mergepipe_pipeline.domain.snapshot import MANIFEST, PROVENANCE, Snapshot
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundError
@@ -29,11 +28,12 @@ from mergepipe_pipeline.execution.lookup import (
     working_plans,
 )
 from mergepipe_pipeline.facts.places import read_place
-from mergepipe_pipeline.integrity.auditor import UNREADABLE, Auditor
+from mergepipe_pipeline.integrity.auditor import Auditor
 from mergepipe_pipeline.quality.measure import read as read_evaluation
 from mergepipe_pipeline.quality.measure import records
-from mergepipe_pipeline.snapshots.find import files_below, load_snapshot
-from mergepipe_pipeline.snapshots.stores import Marks, layer_key_of, stored_of
+from mergepipe_pipeline.snapshots.commit import present, unexpected_files
+from mergepipe_pipeline.snapshots.find import list_snapshots, load_snapshot
+from mergepipe_pipeline.snapshots.stores import Marks, layer_key_of, stored_by
 from mergepipe_pipeline.storage.chain import VersionChain, read_chains
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -44,14 +44,58 @@ _FORMATS = (formats.CHECKPOINTS, formats.CONTENTS, formats.FACTS, formats.SIDE_F
 _OLD_S = 3600.0
 
 
+class Chains(NamedTuple):
+    """Chains of one kind, by name in a folder, each version with these keys.
+
+    `counts` says of a good version what it stands for; `lost` what to do without one, given NAME.
+    """
+
+    kind: str
+    folder: Path
+    keys: frozenset[str]
+    counts: Callable[[Mapping[str, Any]], str]
+    lost: str = ""
+
+
+def chains(warehouse: Warehouse) -> tuple[Chains, ...]:
+    """All chains of a warehouse."""
+    catalog, lost = warehouse.catalog_dir, "no version is left: `mergepipe {}`"
+    return (
+        Chains(
+            "name",
+            catalog / "names",
+            frozenset({"checkpoint_id", "root", "base"}),
+            lambda of: str(of["root"]),
+        ),
+        Chains(
+            "tags of",
+            catalog / "tags",
+            frozenset({"tags"}),
+            lambda of: ", ".join(of["tags"]) or "none",
+            lost.format("tag NAME --add TAG"),
+        ),
+        Chains(
+            "ref",
+            warehouse.refs_dir,
+            frozenset({"snapshot_id", "reason"}),
+            lambda of: f"snapshot {of['snapshot_id']}",
+            lost.format("publish SNAPSHOT --ref NAME"),
+        ),
+        Chains(
+            "quarantine of",
+            warehouse.quarantined_dir,
+            frozenset({"content", "reason", "decided", "is_kept_out"}),
+            lambda of: "and all other good ones; see `mergepipe ls`",
+            "no decision is left: `mergepipe quarantine NAME` decides anew",
+        ),
+    )
+
+
 def verify_structure(warehouse: Warehouse, audit: Auditor) -> None:
     """Look at every file but weights."""
     _verify_facts(warehouse, audit)
-    _verify_chains(warehouse.catalog_dir / "names", {"checkpoint_id", "root", "base"}, audit)
-    _verify_chains(warehouse.catalog_dir / "tags", {"tags"}, audit)
-    _verify_chains(warehouse.refs_dir, {"snapshot_id", "reason"}, audit)
-    decisions = {"content", "reason", "decided", "is_kept_out"}
-    _verify_chains(warehouse.quarantined_dir, decisions, audit)
+    for of in chains(warehouse):
+        _verify_chains(of.folder, of.keys, audit)
     derivable: list[tuple[Iterable[Path], Callable[[Path], object]]] = [
         (_files(warehouse.plans, "*.json"), lambda path: load_plan(warehouse, path.stem)),
         (_files(warehouse.actions_dir, "*.json"), _check_action),
@@ -95,23 +139,9 @@ def snapshot_folders(warehouse: Warehouse) -> list[Path]:
     return sorted(p for p in folders if not p.name.startswith("."))
 
 
-def readable_snapshots(warehouse: Warehouse) -> Iterator[Snapshot]:
-    """The snapshots whose manifest is right; the others are findings of this scope."""
-    for folder in snapshot_folders(warehouse):
-        with suppress(MergePipeError, OSError):
-            yield load_snapshot(warehouse.snapshots, folder.name)
-
-
-def action_of(path: Path) -> StoredObject | None:
-    """What an action file tells; None for a damaged one."""
-    with suppress(*UNREADABLE):
-        return stored_of(path.read_bytes(), path.stem, str(path))
-    return None
-
-
 def _check_action(path: Path) -> None:
     value = _unsealed(path)
-    if stored_of(path.read_bytes(), path.stem, str(path)) is None:
+    if stored_by(path) is None:
         raise _misnamed(path, f"action_key {path.stem}", str(value.get("action_key")))
 
 
@@ -168,21 +198,13 @@ def _check_files(snapshot: Snapshot, audit: Auditor) -> None:
     folder, manifest = Path(snapshot.path), snapshot.manifest
     audit.check("structure", folder / PROVENANCE, partial(provenance_of, snapshot))
     named = {s.file for s in manifest.shards} | {f.file for f in manifest.side_files}
-    on_disk = files_below(folder, named) - {MANIFEST, PROVENANCE}
-    for name in sorted(named ^ on_disk):
-        is_missing = name in named
-        error = CorruptionError(
-            "A file of a snapshot is missing"
-            if is_missing
-            else "A file does not belong to the snapshot",
-            where=str(folder / name),
-            expected=name if is_missing else "only what the manifest names",
-            found="no such file" if is_missing else name,
-            next_step="merge its recipe again: it is made anew, and layers are reused"
-            if is_missing
-            else "remove the file",
-        )
-        audit.report("structure", folder / name, error)
+    for name in sorted(named):
+        try:
+            present(folder / name)
+        except CorruptionError as error:
+            audit.report("structure", folder / name, error)
+    for odd in unexpected_files(folder, {*named, MANIFEST, PROVENANCE}):
+        audit.report("structure", Path(str(odd.where)), odd)
 
 
 def _note_leftovers(warehouse: Warehouse, audit: Auditor) -> None:
@@ -214,7 +236,7 @@ def verify_lineage(warehouse: Warehouse, audit: Auditor) -> None:
     actions: dict[str, list[Path]] = {}
     for path in warehouse.objects.all_actions():
         actions.setdefault(layer_key_of(path.stem), []).append(path)
-    for snapshot in readable_snapshots(warehouse):
+    for snapshot in list_snapshots(warehouse.snapshots):
         manifest = Path(snapshot.path) / MANIFEST
         audit.check("lineage", manifest, partial(_check_plan, warehouse, snapshot))
         audit.check("lineage", manifest, partial(_check_inputs, warehouse, snapshot))
@@ -290,7 +312,7 @@ def _check_actions(
     """The actions of its layer keys give the objects of the manifest."""
     pairs = ((s, path) for s in snapshot.manifest.shards for path in actions.get(s.layer_key, ()))
     for shard, path in pairs:
-        action = action_of(path)
+        action = stored_by(path)
         if action and action.sha256 != shard.sha256:
             error = CorruptionError(
                 "An action gives another object than a snapshot has for the same layer key",

@@ -16,9 +16,10 @@ from mergepipe_pipeline.domain.outcome import StoredObject
 from mergepipe_pipeline.domain.snapshot import ShardEntry, Snapshot
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.integrity.auditor import Auditor
-from mergepipe_pipeline.integrity.records import action_of, readable_snapshots
 from mergepipe_pipeline.progress import Advance, Progress
 from mergepipe_pipeline.snapshots.commit import check_side, verify_shard
+from mergepipe_pipeline.snapshots.find import list_snapshots
+from mergepipe_pipeline.snapshots.stores import stored_by
 from mergepipe_pipeline.storage.hashing import file_sha256
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -27,8 +28,8 @@ _Work = tuple[Path, Callable[[Advance], None], bool]
 
 
 def verify_digests(warehouse: Warehouse, audit: Auditor, progress: Progress) -> None:
-    """Hash what no earlier, interrupted verification found right."""
-    work = [w for w in (*_objects(warehouse), *_own_shards(warehouse)) if not audit.is_done(w[0])]
+    """Hash every object, shard and side file."""
+    work = [*_objects(warehouse), *_own_shards(warehouse)]
     total = sum(_nbytes(path) for path, _, _ in work)
     with progress.task("verify", total) as advance, Workers(threads.FILES) as workers:
 
@@ -37,13 +38,13 @@ def verify_digests(warehouse: Warehouse, audit: Auditor, progress: Progress) -> 
 
             def act() -> None:
                 check(advance)
-                audit.done(path, _nbytes(path))
+                audit.hashed(_nbytes(path))
 
             audit.check("digests", path, act, is_derivable=is_derivable)
 
         for _ in workers.map(run, work):
             pass
-    for snapshot in readable_snapshots(warehouse):
+    for snapshot in list_snapshots(warehouse.snapshots):
         for side in snapshot.manifest.side_files:
             path = Path(snapshot.path) / side.file
             if path.exists():
@@ -65,10 +66,9 @@ def _objects(warehouse: Warehouse) -> Iterator[_Work]:
 
 def _described(warehouse: Warehouse) -> Iterator[tuple[str, ShardEntry | StoredObject]]:
     for path in warehouse.objects.all_actions():
-        entry = action_of(path)
-        if entry is not None:
+        if (entry := stored_by(path)) is not None:
             yield entry.sha256, entry
-    for snapshot in readable_snapshots(warehouse):
+    for snapshot in list_snapshots(warehouse.snapshots):
         yield from ((shard.sha256, shard) for shard in snapshot.manifest.shards)
 
 
@@ -94,7 +94,7 @@ def _own_shards(warehouse: Warehouse) -> Iterator[_Work]:
     the object's inode.
     """
     store = warehouse.objects
-    for snapshot in readable_snapshots(warehouse):
+    for snapshot in list_snapshots(warehouse.snapshots):
         for shard in snapshot.manifest.shards:
             path = Path(snapshot.path) / shard.file
             if path.exists() and not _is_same(path, store.path_of(shard.sha256)):
@@ -120,7 +120,7 @@ def report_shards(warehouse: Warehouse, audit: Auditor) -> None:
     """Name the snapshots whose shards are damaged objects."""
     damaged = {Path(f.file).name for f in audit.findings if f.scope == "digests"}
     store = warehouse.objects
-    for snapshot in readable_snapshots(warehouse):
+    for snapshot in list_snapshots(warehouse.snapshots):
         for shard in snapshot.manifest.shards:
             if shard.sha256 in damaged and _is_same(
                 Path(snapshot.path) / shard.file, store.path_of(shard.sha256)
@@ -142,7 +142,7 @@ def _report(snapshot: Snapshot, shard: ShardEntry, audit: Auditor) -> None:
 
 def _check_action(warehouse: Warehouse, path: Path) -> None:
     """An action names an object that is there, at its length. Damaged actions are structure's."""
-    entry = action_of(path)
+    entry = stored_by(path)
     if entry is None:
         return
     target = warehouse.objects.path_of(entry.sha256)

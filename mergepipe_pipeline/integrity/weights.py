@@ -79,7 +79,7 @@ MEND = "mend the expert that holds them there, or the recipe"
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """What was found of a snapshot whose every byte had its digest when it was read, after `at_ns`.
+    """The audit of a snapshot whose every byte had its digest when it was read, after `at_ns`.
 
     `non_finite` counts NaN and infinite elements by tensor.
     """
@@ -162,7 +162,7 @@ def non_finite(snapshot: Snapshot) -> dict[str, int]:
 
 
 def non_finite_warning(counts: dict[str, int], plan: MergePlan) -> tuple[str, ...]:
-    """What to tell a user of such tensors: which, how many elements, and why that may be."""
+    """The warning about such tensors: which, how many elements, and why that may be."""
     if not counts:
         return ()
     tasks = (task for layer in plan.layers for task in layer.tasks)
@@ -180,6 +180,6 @@ def non_finite_warning(counts: dict[str, int], plan: MergePlan) -> tuple[str, ..
 
 
 def _named(counts: Mapping[str, int]) -> str:
-    """How many elements of which tensors, the first of them by name."""
+    """The number of elements of each tensor, the first of them by name."""
     named = [f"{n} in {name}" for name, n in counts.items()]
     return listed(named, MOST_NAMED, "tensors more")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,7 +61,7 @@ _scratch = _Scratch()
 
 @dataclass(frozen=True, slots=True)
 class EncodedChunk:
-    """A chunk's frame in each tier that was asked for, b"" where it has nothing there.
+    """A chunk's frame in each tier, b"" where it has nothing there.
 
     `residual_sq` is float32 [levels] in the order of TIERS: ‖δ − δ̂‖² rounded up.
     """
@@ -83,25 +83,18 @@ def unit_of(l2sq: float, nonzero: int) -> float:
 
 
 def encode_chunk(
-    expert: Bits,
-    base: Bits,
-    dtype: str,
-    unit: float,
-    threshold_bits: int,
-    tiers: Collection[Tier] = TIERS,
+    expert: Bits, base: Bits, dtype: str, unit: float, threshold_bits: int
 ) -> EncodedChunk:
     """The frames of a chunk [n] of `dtype`, for a tensor of this unit and threshold of X20."""
     delta = _delta(expert, base, dtype)
-    frames = dict.fromkeys(tiers, b"")
     residual_sq = np.zeros(len(TIERS))
     if np.array_equal(expert, base):
         # Where ∞ − ∞ is not a number, only an exact level says what the expert has.
         residual_sq[: len(APPROXIMATE)] = 0 if np.isfinite(delta).all() else np.inf
-        return EncodedChunk(frames, residual_sq.astype(np.float32))
+        return EncodedChunk(dict.fromkeys(TIERS, b""), residual_sq.astype(np.float32))
     coarse = _encode_ternary(delta, unit, residual_sq[: len(APPROXIMATE)])
     exact, residual_sq[TIERS.index("X20")] = _encode_exact(expert, base, delta, threshold_bits)
-    frames.update({tier: frame for tier, frame in {**coarse, **exact}.items() if tier in frames})
-    return EncodedChunk(frames, _rounded_up(residual_sq))
+    return EncodedChunk({**coarse, **exact}, _rounded_up(residual_sq))
 
 
 def decode_numbers(
@@ -122,13 +115,6 @@ def decode_numbers(
     unpacked[:front] = ternary.NO_TRITS
     contents, _ = contents_of(frames.raw, starts, nbytes, sizes, unpacked, front)
     ternary.add_up(frames.raw, as_array(unpacked.data), contents, counts, *places, out)
-
-
-def decode_exact(
-    x20: memoryview | None, x: memoryview | None, base_bits: Bits, out_bits: Bits
-) -> None:
-    """As `decode_bits`, of one chunk."""
-    decode_bits(Frames.of({"X20": [x20], "X": [x]}), base_bits, out_bits)
 
 
 def decode_bits(
@@ -171,7 +157,7 @@ def _unpacked_nbytes(nbytes: I64Array, sizes: I64Array) -> int:
 def _planes(
     raw: U8Array, starts: I64Array, nbytes: I64Array, counts: I64Array, unpacked: U8Array, at: int
 ) -> tuple[I64Array, int]:
-    """As `contents_of`, of each byte of distances, `counts` of every chunk."""
+    """Do as `contents_of` of each byte of distances, `counts` of every chunk."""
     # A plane of no elements must have no bytes, even if the frame states some.
     sizes = np.broadcast_to(counts, starts.shape)
     return contents_of(raw, starts, nbytes, sizes, unpacked, at)

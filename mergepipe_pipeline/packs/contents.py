@@ -25,14 +25,6 @@ def packed_names(expert: Model, base: Model) -> list[str]:
     ]
 
 
-def holds(contents: Iterable[TensorContent], digests: Mapping[str, str]) -> bool:
-    """Whether a checkpoint with these `digests` by tensor has all tensors of a pack.
-
-    The pack names them as its base does, the checkpoint perhaps otherwise.
-    """
-    return {c.digest for c in contents} <= set(digests.values())
-
-
 def packed_as(contents: Iterable[TensorContent], digests: Mapping[str, str]) -> dict[str, str]:
     """The pack's names of a checkpoint's tensors with these `digests`, where it has them."""
     named = {c.name: c.digest for c in contents}

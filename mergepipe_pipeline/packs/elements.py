@@ -1,22 +1,26 @@
 """The elements that one input of a merge takes from a pack: whole chunks, or a part of one.
 
-A frame is read once. Where a window ends inside a chunk, its frames wait for the windows beside.
+No frame is asked for but those of the plan's ranges, and each is read once. Where a window ends
+inside a chunk, its frames wait for the windows beside.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from math import prod
 from operator import attrgetter
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from mergepipe_pipeline.arrays import F32Array, I16Array
+from mergepipe_pipeline.arrays import BoolArray, F32Array, I16Array
+from mergepipe_pipeline.checkpoints.reader import Tally
 from mergepipe_pipeline.domain.pack import (
     CHUNK_ELEMS,
     EXACT,
@@ -25,15 +29,18 @@ from mergepipe_pipeline.domain.pack import (
     Level,
     PackedInput,
     PackedTensor,
+    PackSource,
 )
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.operators.kernels.bits import times
 from mergepipe_pipeline.packs.codec import APPROXIMATE, BITS_OF, decode_bits, decode_numbers
 from mergepipe_pipeline.packs.exact import Bits
+from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.frames import Frames, Places
-from mergepipe_pipeline.packs.reader import PackReader, WantedFrames
+from mergepipe_pipeline.packs.store import open_pack
 from mergepipe_pipeline.packs.ternary import step_of
 from mergepipe_pipeline.storage.page_buffer import PageBuffer
+from mergepipe_pipeline.storage.source import Reading
 
 _STOP = attrgetter("stop_elem")
 
@@ -175,13 +182,41 @@ class PackedPart:
         return slice(self.start_elem - first, self.stop_elem - first)
 
 
+class WantedFrames(NamedTuple):
+    """The frames of a tensor that a plan takes of a pack: `wanted` [tiers, chunks] of `files`."""
+
+    files: FrameFiles
+    tensor: PackedTensor
+    wanted: BoolArray
+    tally: Tally
+
+
+class PackReader:
+    """The tensors of one pack and the `files` of its frames, which it closes as a context manager.
+
+    What is read counts into `tally`, which others may share.
+    """
+
+    def __init__(self, source: PackSource, tally: Tally, reading: Reading = "ahead") -> None:
+        """Raises DamagedPackError for a pack that is not as it was written."""
+        self.root, self.tally = source.root, tally
+        self.tensors = open_pack(Path(source.root)).tensors
+        self.files = FrameFiles(Path(source.root), reading)
+
+    def __enter__(self) -> PackReader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.files.__exit__(*error)
+
+
 class PackedElements:
     """One input's elements in a pack, for all windows of its tensor. Safe for several threads."""
 
     def __init__(self, reader: PackReader, packed: PackedInput, digest: str) -> None:
         """`digest` is of the expert's tensor. Raises CorruptionError for another pack's tensor."""
         self._reader, self._ranges = reader, packed.ranges
-        self._tensor = reader.tensor(packed.tensor)
+        self._tensor = reader.tensors[packed.tensor]
         self._numel = prod(self._tensor.shape)
         stored, planned = (self._tensor.digest, self._tensor.unit), (digest, packed.unit)
         if stored != planned:
@@ -204,7 +239,7 @@ class PackedElements:
     @property
     def frames(self) -> WantedFrames:
         """The frames that the plan takes of the whole tensor."""
-        return self._reader.wanted(self._tensor, self._wanted)
+        return WantedFrames(self._reader.files, self._tensor, self._wanted, self._reader.tally)
 
     def chunks_in(self, start_elem: int, stop_elem: int) -> tuple[int, int]:
         """The chunks [first, stop) whose elements all lie in [start, stop)."""
@@ -216,14 +251,14 @@ class PackedElements:
     def fetch(self, start_elem: int, stop_elem: int, buffer: PageBuffer) -> list[PackedPart]:
         """Read the elements in [start, stop) that the plan takes from the pack, in order.
 
-        Their frames lie in `buffer`, until it is cleared. Raises BudgetError, CorruptionError.
+        Their frames lie in `buffer`, until it is cleared. Raises DamagedPackError.
         """
         first, stop = self.chunks_in(start_elem, stop_elem)
         whole = self._read(first, stop, buffer) if first < stop else None
         return self.parts(start_elem, stop_elem, whole)
 
     def parts(self, start_elem: int, stop_elem: int, whole: Frames | None) -> list[PackedPart]:
-        """What `fetch` gives; `whole` are the frames of the chunks that lie in [start, stop)."""
+        """The result of `fetch`; `whole` are the frames of the chunks that lie in [start, stop)."""
         first = -(-start_elem // CHUNK_ELEMS)
         parts = []
         for pieces in _joined(list(self._pieces(start_elem, min(stop_elem, self._numel)))):
@@ -264,7 +299,11 @@ class PackedElements:
 
     def _read(self, first: int, stop: int, buffer: PageBuffer) -> Frames:
         """All frames that the plan takes of chunks [first, stop)."""
-        return self._reader.read(self._tensor, self._wanted, first, stop, buffer)
+        began, tally = time.perf_counter(), self._reader.tally
+        frames = self._reader.files.read_wanted(self._tensor, self._wanted, first, stop, buffer)
+        tally.read_s += time.perf_counter() - began
+        tally.nbytes += int(frames.nbytes.sum())
+        return frames
 
 
 def _joined(pieces: Sequence[_Piece]) -> list[list[_Piece]]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from mergepipe_pipeline.arrays import BoolArray, I32Array, I64Array, U8Array, U32Array
 from mergepipe_pipeline.domain.pack import TIERS, PackedTensor, Tier
-from mergepipe_pipeline.errors import CheckpointError, CorruptionError
+from mergepipe_pipeline.errors import CheckpointError, DamagedPackError
 from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.packs.checksums import Checksums, are_equal, checksum
 from mergepipe_pipeline.packs.frames import Frames, as_array
@@ -118,7 +118,7 @@ class FrameTable(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attempt:
-    """What one compiled call read: frames in `raw`, and the fields of runs that are `unread`.
+    """The result of one compiled call: frames in `raw`, and the fields of runs that are `unread`.
 
     `are_right`: all have their checksums. `is_direct` [files]: read past the page cache.
     """
@@ -174,7 +174,7 @@ class FrameFiles:
     def read(self, tensor: PackedTensor, tiers: Collection[Tier], first: int, stop: int) -> Frames:
         """The frames of some tiers and chunks [first, stop).
 
-        Raises CorruptionError naming file, tensor and chunk.
+        Raises DamagedPackError naming file, tensor and chunk.
         """
         wanted = np.zeros(tensor.nbytes.shape, np.bool_)
         wanted[[TIERS.index(tier) for tier in tiers], first:stop] = True
@@ -183,7 +183,7 @@ class FrameFiles:
     def read_wanted(
         self, tensor: PackedTensor, wanted: BoolArray, first: int, stop: int, buffer: PageBuffer
     ) -> Frames:
-        """Those frames of chunks [first, stop) that are `wanted` [tiers, chunks of the tensor].
+        """The frames of chunks [first, stop) that are `wanted` [tiers, chunks of the tensor].
 
         They lie in `buffer`, until it is cleared. Raises as `read`.
         """
@@ -202,7 +202,7 @@ class FrameFiles:
         return frames
 
     def lent(self, tier: int) -> AbstractContextManager[tuple[int, bool]]:
-        """As `LocalSource.lent`, of a tier's file."""
+        """Lend a tier's file as `LocalSource.lent` does."""
         return self._source.lent(frames_name(TIERS[tier]))
 
     def _read_rest(self, tensor: PackedTensor, attempt: Attempt) -> None:
@@ -219,7 +219,7 @@ class FrameFiles:
                 self._source.read_through_cache(frames_name(TIERS[tier]))
 
     def _refuse_wrong(self, tensor: PackedTensor, frames: Frames, first: int) -> None:
-        """Raise CorruptionError for the first frame, of chunks from `first` on, that is wrong."""
+        """Raise DamagedPackError for the first frame, of chunks from `first` on, that is wrong."""
         for tier, chunk in zip(*np.nonzero(frames.nbytes), strict=True):
             found = checksum(as_array(frames.frame(TIERS[tier], chunk)))
             expected = int(tensor.checksums[tier, first + chunk])
@@ -229,9 +229,10 @@ class FrameFiles:
 
     def _damaged(
         self, tensor: PackedTensor, tier: int, chunks: str, expected: str | None, found: str | None
-    ) -> CorruptionError:
-        return CorruptionError(
+    ) -> DamagedPackError:
+        return DamagedPackError(
             "A frame of a pack is not what was written",
+            pack_id=self._root.name,
             where=f"{frames_path(self._root, TIERS[tier])}, tensor {tensor.name}, {chunks}",
             expected=expected,
             found=found,

@@ -1,4 +1,4 @@
-"""How a chunk lies in a tier's file: sections, each as it is or compressed.
+"""The sections of a chunk in a tier's file, each as it is or compressed.
 
 A section whose length is that of its content is stored as it is. A shorter one is a zstd frame,
 which its first bytes show, or pairs. The lengths of all sections but the last come first, 4 bytes

@@ -1,4 +1,4 @@
-"""What the warehouse keeps of an expert whose weight files a pack stands for, beside the pack.
+"""The record of an expert whose weight files a pack stands for, and what lies beside the pack.
 
 A folder named by the checkpoint's id: a sealed record, and of each weight file the bytes that are
 no packed tensor, its header among them (its leftovers). With pack and base they give every weight
@@ -15,6 +15,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mergepipe_pipeline.digest import seal
+from mergepipe_pipeline.domain.bounds import (
+    CheckpointId,
+    PathBelow,
+    Registered,
+    Sha256,
+    Size,
+    Text,
+    Time,
+)
 from mergepipe_pipeline.domain.checkpoint import PACKED, Checkpoint
 from mergepipe_pipeline.errors import CheckpointError, CorruptionError, DamagedPackError
 from mergepipe_pipeline.storage.atomic import make_dirs, remove_tree, rename, write_atomic
@@ -33,12 +42,12 @@ class WeightFile:
     pack, by its names. `leftover_sha256` is of the bytes that stay beside the pack.
     """
 
-    path: str
-    nbytes: int
-    mtime_ns: int
-    sha256: str
-    tensors: tuple[tuple[str, int, int], ...]
-    leftover_sha256: str
+    path: PathBelow
+    nbytes: Size
+    mtime_ns: Time
+    sha256: Sha256
+    tensors: tuple[tuple[Text, Size, Size], ...]
+    leftover_sha256: Sha256
 
     def is_at(self, path: Path) -> bool:
         """Whether a path is a file, and no link, with this size and time."""
@@ -55,12 +64,12 @@ class OfflineExpert:
     `base` is a registered name.
     """
 
-    checkpoint_id: str
-    name: str
-    root: str
-    cold: str
-    base: str
-    pack_id: str
+    checkpoint_id: CheckpointId
+    name: Registered
+    root: Text
+    cold: Text
+    base: Registered
+    pack_id: Sha256
     files: tuple[WeightFile, ...]
 
     @property
@@ -70,13 +79,18 @@ class OfflineExpert:
 
     @property
     def bring_back(self) -> str:
-        """What to do where pack, base and leftovers do not give the files again."""
+        """The next step where pack, base and leftovers do not give the files again."""
         if "://" in self.cold and not self.cold.startswith(f"{UNMOUNTED}://"):
             return f"remove {self.root}, and run `mergepipe pull-pack {self.cold} {self.name}`"
         if self.is_offline:
             place = f"copy the files of {self.cold} to {self.root}"
             return f"bring the original back: {place}, with their times (`cp -p`)"
         return f"use the original, which is in {self.cold}: its old place {self.root} is taken"
+
+    @property
+    def repaired(self) -> str:
+        """The next step where its pack is damaged."""
+        return f"{self.bring_back}; then run `mergepipe repair` and `mergepipe pack {self.name}`"
 
     @property
     def is_offline(self) -> bool:
@@ -218,10 +232,7 @@ def original_named(expert: OfflineExpert, *folders: Path) -> Iterator[None]:
         yield
     except CorruptionError as error:
         if any(str(folder) in (error.where or "") for folder in folders):
-            error.next_step = (
-                f"{expert.bring_back}; then run `mergepipe repair` and `mergepipe pack "
-                f"{expert.name}`"
-            )
+            error.next_step = expert.repaired
             if isinstance(error, DamagedPackError):  # which would mean that trying again helps
                 parts = {"expected": error.expected, "found": error.found}
                 raise CorruptionError(
@@ -270,7 +281,7 @@ def _between(
 
 
 def _without_record(folder: Path, data: bytes, here: Callable[[str], str]) -> str:
-    """What to do where the record in a folder cannot be read; what can be read names places."""
+    """The next step where the record in a folder cannot be read; what can be read names places."""
     cold, root = (
         here(match[1]) if (match := re.search(rf'"{key}": ?"([^"]+)"', text)) else ""
         for text in [data.decode(errors="replace")]

@@ -10,85 +10,33 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
-from pydantic import Field
 
 from mergepipe_pipeline.digest import seal
-from mergepipe_pipeline.domain.pack import (
-    CHUNK_ELEMS,
-    TIERS,
-    PackedTensor,
-    TensorContent,
-    Tier,
-)
+from mergepipe_pipeline.domain.bounds import PathBelow, Sha256, Size
+from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, EXACT, TIERS, PackedTensor, TensorContent
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.index import frames_name
-from mergepipe_pipeline.packs.offline import OfflineExpert, WeightFile
-from mergepipe_pipeline.storage.forms import (
-    CheckpointId,
-    Form,
-    PathBelow,
-    Registered,
-    Sha256,
-    Size,
-    Text,
-    Time,
-    read_form,
-)
+from mergepipe_pipeline.packs.offline import OfflineExpert
+from mergepipe_pipeline.storage.forms import read_form
 
 #: The folder at an address that has packs, the file in each that describes it, the one that tells
 #: where frames lie, and the folder of what lies beside an expert's weights.
 PACKS, EXPERT, CHUNKS, BESIDE = "packs", "expert.json", "chunks", "beside"
-EXACT: tuple[Tier, ...] = ("X20", "X")
-_FORMAT = "mergepipe-portable/1"
 #: Bytes of a chunk in CHUNKS: sizes and checksums of its frames.
 _CHUNK_NBYTES = len(EXACT) * (4 + 8)
 
 
-class PortableFile(Form):
+@dataclass(frozen=True, slots=True)
+class PortableFile:
     """A file beside EXPERT, by its path there."""
 
     name: PathBelow
     nbytes: Size
     sha256: Sha256
-
-
-class _TensorForm(Form):
-    name: Text
-    base_name: Text
-    dtype: Literal["BF16", "F16", "F32"]
-    shape: Annotated[tuple[Size, ...], Field(max_length=16)]
-    digest: Sha256
-    base_digest: Sha256
-
-
-class _WeightForm(Form):
-    path: PathBelow
-    nbytes: Size
-    mtime_ns: Time
-    sha256: Sha256
-    tensors: tuple[tuple[Text, Size, Size], ...]
-    leftover_sha256: Sha256
-
-
-class _ExpertForm(Form):
-    checkpoint_id: CheckpointId
-    name: Registered
-    root: Literal[""]
-    cold: Literal[""]
-    base: Registered
-    pack_id: Sha256
-    files: tuple[_WeightForm, ...]
-
-
-class _PortableForm(Form):
-    format: Literal["mergepipe-portable/1"]
-    expert: _ExpertForm
-    tensors: tuple[_TensorForm, ...]
-    files: tuple[PortableFile, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +49,7 @@ class PortablePack:
     expert: OfflineExpert
     tensors: tuple[TensorContent, ...]
     files: tuple[PortableFile, ...]
+    format: Literal["mergepipe-portable/1"] = "mergepipe-portable/1"
 
     @property
     def nbytes(self) -> int:
@@ -114,25 +63,15 @@ class PortablePack:
 
     def to_bytes(self) -> bytes:
         """The content of EXPERT, without the folders on the sender's machine."""
-        return seal(
-            {
-                "format": _FORMAT,
-                "expert": asdict(replace(self.expert, root="", cold="")),
-                "tensors": [t._asdict() for t in self.tensors],
-                "files": [f.model_dump() for f in self.files],
-            }
-        )
+        told = asdict(replace(self, expert=replace(self.expert, root="", cold="")))
+        return seal({**told, "tensors": [t._asdict() for t in self.tensors]})
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> PortablePack:
         """The inverse of `to_bytes`. Raises CorruptionError for bytes that it cannot have made."""
         what = "The file that describes a pack"
         next_step = "take it with the version that pushed it, or push it again"
-        form, _ = read_form(_PortableForm, data, where, what, next_step)
-        known = form.expert.model_dump()
-        weights = tuple(WeightFile(**file) for file in known.pop("files"))
-        tensors = tuple(TensorContent(**t.model_dump()) for t in form.tensors)
-        portable = cls(OfflineExpert(**known, files=weights), tensors, form.files)
+        portable, _ = read_form(cls, data, where, what, next_step)
         if problem := next(portable._problems(), None):
             raise unfit(where, problem)
         return portable
@@ -163,7 +102,9 @@ class PortablePack:
         return packed
 
     def _problems(self) -> Iterator[str]:
-        """What is wrong with the files that it names, without a look at any of them."""
+        """The problems of the files that it names, without a look at any of them."""
+        if self.expert.root or self.expert.cold:
+            yield "folders of the sender"
         files = {f.name: f for f in self.files}
         frames = {CHUNKS, *map(frames_name, EXACT)}
         leftovers = {f"{number:06d}.leftover": f for number, f in enumerate(self.expert.files)}

@@ -192,7 +192,7 @@ def _quantise_rows(
     tiers: npt.NDArray[np.int8],
     out: F32Array,
 ) -> None:
-    """As `quantised`, into `out`; `per_unit` [experts], `step` [experts, lossy tiers]."""
+    """Do as `quantised`, into `out`; `per_unit` [experts], `step` [experts, lossy tiers]."""
     n = delta.shape[2]
     # [n] each: a row in units, and as integers.
     scratch = np.empty(n, np.float32), np.empty(n, np.int32)

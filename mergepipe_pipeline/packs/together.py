@@ -17,11 +17,10 @@ from mergepipe_pipeline.arrays import I64Array
 from mergepipe_pipeline.domain.pack import TIERS, TIERS_OF
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.codec import decode_bits, decode_numbers
-from mergepipe_pipeline.packs.elements import PackedElements, PackedPart
+from mergepipe_pipeline.packs.elements import PackedElements, PackedPart, WantedFrames
 from mergepipe_pipeline.packs.exact import Bits
 from mergepipe_pipeline.packs.frame_files import FrameTable, read_at_once
 from mergepipe_pipeline.packs.frames import Frames, Places
-from mergepipe_pipeline.packs.reader import WantedFrames
 from mergepipe_pipeline.storage.page_buffer import PageBuffer
 from mergepipe_pipeline.storage.source import HANDLES
 

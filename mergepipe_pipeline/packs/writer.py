@@ -18,16 +18,16 @@ import numpy as np
 from mergepipe_pipeline.checkpoints.stored import Readers, Verifier, Verify, read_stored
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
-from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TIERS, PackedTensor, TensorContent, Tier
+from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TIERS, TIERS_OF, PackedTensor, TensorContent
 from mergepipe_pipeline.domain.segments import KnownSegments
 from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.checksums import checksum
-from mergepipe_pipeline.packs.codec import BITS_OF, EncodedChunk, decode_exact, encode_chunk
+from mergepipe_pipeline.packs.codec import BITS_OF, EncodedChunk, decode_bits, encode_chunk
 from mergepipe_pipeline.packs.exact import Bits
 from mergepipe_pipeline.packs.frame_files import FrameFiles
-from mergepipe_pipeline.packs.frames import as_array
+from mergepipe_pipeline.packs.frames import Frames, as_array
 from mergepipe_pipeline.packs.index import frames_path, write_index
 from mergepipe_pipeline.storage.atomic import full_disk_named
 
@@ -72,7 +72,6 @@ def write_pack(
     staged: Path,
     final: Path,
     tensors: Sequence[Packing],
-    tiers: Sequence[Tier],
     origin: Origin,
     advance: Callable[[int], None],
 ) -> None:
@@ -83,30 +82,29 @@ def write_pack(
     """
     written: list[PackedTensor] = []
     with full_disk_named(staged), ExitStack() as stack:  # to close a file may fill the disk, too
-        opened = ((t, frames_path(staged, t).open("wb")) for t in tiers)
-        files = {tier: stack.enter_context(file) for tier, file in opened}
+        files = [stack.enter_context(frames_path(staged, t).open("wb")) for t in TIERS]
         workers = stack.enter_context(Workers(threads.analysis()))
-        jobs = (job for packing in tensors for job in _jobs(packing, tiers, origin))
+        jobs = (job for packing in tensors for job in _jobs(packing, origin))
         done = workers.map(_run, jobs, depth=threads.analysis() + 2)
         for job, encoded in done:
             if job.first == 0:
-                written.append(_unwritten(job.packing, tiers, files))
+                written.append(_unwritten(job.packing, files))
             _append(written[-1], job.first, encoded, files)
             advance(_elems(job) * itemsize(job.packing.content.dtype))
-    write_index(staged, final, tiers, written)
+    write_index(staged, final, written)
 
 
 def _run(job: _Job) -> tuple[_Job, list[EncodedChunk]]:
     return job, job.chunks(job.first, job.stop)
 
 
-def _jobs(packing: Packing, tiers: Sequence[Tier], origin: Origin) -> Iterator[_Job]:
+def _jobs(packing: Packing, origin: Origin) -> Iterator[_Job]:
     check, check_base = (
         Verifier(view, origin.known.of_view(view)).check for view in (packing.expert, packing.base)
     )
-    chunks: _Chunks = partial(_encoded, packing, tiers, origin.readers, check, check_base)
+    chunks: _Chunks = partial(_encoded, packing, origin.readers, check, check_base)
     if (older := origin.older.get(packing.content)) is not None:
-        chunks = partial(_taken_over, *older, tiers, chunks)
+        chunks = partial(_taken_over, *older, chunks)
     n_chunks = -(-packing.expert.numel // CHUNK_ELEMS)
     for first in range(0, n_chunks, _CHUNKS_AT_ONCE):
         yield _Job(packing, chunks, first, min(n_chunks, first + _CHUNKS_AT_ONCE))
@@ -114,7 +112,6 @@ def _jobs(packing: Packing, tiers: Sequence[Tier], origin: Origin) -> Iterator[_
 
 def _encoded(
     packing: Packing,
-    tiers: Sequence[Tier],
     readers: Readers,
     check: Verify,
     check_base: Verify,
@@ -131,9 +128,7 @@ def _encoded(
     chunks = []
     for at in range(0, stop_elem - start_elem, CHUNK_ELEMS):
         bits = expert[at : at + CHUNK_ELEMS], base[at : at + CHUNK_ELEMS]
-        chunk = encode_chunk(
-            *bits, packing.content.dtype, packing.unit, packing.threshold_bits, tiers
-        )
+        chunk = encode_chunk(*bits, packing.content.dtype, packing.unit, packing.threshold_bits)
         _refuse_other(packing, (start_elem + at) // CHUNK_ELEMS, chunk, *bits)
         chunks.append(chunk)
     return chunks
@@ -150,11 +145,8 @@ def _refuse_other(
     packing: Packing, number: int, chunk: EncodedChunk, expert: Bits, base: Bits
 ) -> None:
     """Raise CorruptionError if the exact frames of a chunk do not give the expert's bits."""
-    if "X" not in chunk.frames:
-        return
     decoded = np.empty_like(expert)
-    x20, x = (memoryview(chunk.frames[tier]) for tier in ("X20", "X"))
-    decode_exact(x20, x, base, decoded)
+    decode_bits(Frames.of({t: [chunk.frames[t]] for t in TIERS_OF["X"]}), base, decoded)
     if not np.array_equal(decoded, expert):
         raise CorruptionError(
             "A chunk does not decode to what was encoded",
@@ -166,56 +158,44 @@ def _refuse_other(
 
 
 def _taken_over(
-    files: FrameFiles,
-    tensor: PackedTensor,
-    tiers: Sequence[Tier],
-    encoded: _Chunks,
-    first: int,
-    stop: int,
+    files: FrameFiles, tensor: PackedTensor, encoded: _Chunks, first: int, stop: int
 ) -> list[EncodedChunk]:
     """Chunks of an older pack, compared with their checksums; damaged ones are `encoded` anew."""
     try:
-        frames = files.read(tensor, tiers, first, stop)
+        frames = files.read(tensor, TIERS, first, stop)
     except CorruptionError:
         return encoded(first, stop)
     return [
         EncodedChunk(
-            {tier: bytes(frames.frame(tier, at)) for tier in tiers},
+            {tier: bytes(frames.frame(tier, at)) for tier in TIERS},
             tensor.residual_sq[:, first + at],
         )
         for at in range(stop - first)
     ]
 
 
-def _unwritten(
-    packing: Packing, tiers: Sequence[Tier], files: Mapping[Tier, IO[bytes]]
-) -> PackedTensor:
-    """A tensor of which no chunk is written yet; levels without their tiers cannot be used."""
-    n_chunks = -(-packing.expert.numel // CHUNK_ELEMS)
-    ends = [files[t].tell() if t in files else 0 for t in TIERS]
+def _unwritten(packing: Packing, files: Sequence[IO[bytes]]) -> PackedTensor:
+    """A tensor of which no chunk is written yet."""
+    shape = len(TIERS), -(-packing.expert.numel // CHUNK_ELEMS)
     return PackedTensor(
         *packing.content,
         packing.unit,
         packing.threshold_bits,
-        np.zeros((len(TIERS), n_chunks), np.uint32),
-        np.zeros((len(TIERS), n_chunks), np.uint64),
-        np.full((len(TIERS), n_chunks), np.inf, np.float32),
-        np.array(ends, np.int64),
+        np.zeros(shape, np.uint32),
+        np.zeros(shape, np.uint64),
+        np.zeros(shape, np.float32),
+        np.array([file.tell() for file in files], np.int64),
     )
 
 
 def _append(
-    tensor: PackedTensor,
-    first: int,
-    encoded: Sequence[EncodedChunk],
-    files: Mapping[Tier, IO[bytes]],
+    tensor: PackedTensor, first: int, encoded: Sequence[EncodedChunk], files: Sequence[IO[bytes]]
 ) -> None:
     """Write chunks from number `first` on, and fill in their sizes and checksums for the index."""
-    usable = [number for number, tier in enumerate(TIERS) if tier in files]
     for chunk, encoded_chunk in enumerate(encoded, first):
-        tensor.residual_sq[usable, chunk] = encoded_chunk.residual_sq[usable]
-        for tier, file in files.items():
-            frame, number = encoded_chunk.frames[tier], TIERS.index(tier)
+        tensor.residual_sq[:, chunk] = encoded_chunk.residual_sq
+        for number, (tier, file) in enumerate(zip(TIERS, files, strict=True)):
+            frame = encoded_chunk.frames[tier]
             file.write(frame)
             tensor.nbytes[number, chunk] = len(frame)
             tensor.checksums[number, chunk] = checksum(as_array(frame)) if frame else 0

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from mergepipe_pipeline.domain.blocks import BlockGrid
+from mergepipe_pipeline.domain.bounds import NAME
 from mergepipe_pipeline.dtypes import FLOATING, TORCH_NAME, code_from_name
 from mergepipe_pipeline.errors import RecipeError
 from mergepipe_pipeline.recipe.budget import BUDGET_KEYS
@@ -32,7 +33,6 @@ from mergepipe_pipeline.recipe.problems import (
 )
 from mergepipe_pipeline.recipe.selectors import NARROWING, SELECTING
 from mergepipe_pipeline.recipe.structure import layer_range
-from mergepipe_pipeline.storage.chain import NAME
 
 #: The schedule of a recipe that asks for nights and names no time.
 DEFAULT_SCHEDULE = "0 3 * * *"

@@ -51,7 +51,7 @@ class Address:
 
     @property
     def name(self) -> str:
-        """What a folder of the same content would be called: `org/model`, or the last part."""
+        """The name that a folder of the same content would have: `org/model`, or the last part."""
         if self.scheme == HUB:
             return self.place
         return self.place.rpartition("/")[2].removesuffix(_FILE)

@@ -7,7 +7,6 @@ is not sent a second time.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from mergepipe_pipeline.remote.listing import (
     failures_named,
     first_line,
     listed_tag,
+    status_in,
     tag_of,
 )
 
@@ -84,7 +84,7 @@ class Bucket:
         return f"{self.address.text}/{key}"
 
     def find(self, key: str) -> Entry | None:
-        """What is known of an object without its content, its digest among it; None without one."""
+        """The entry of an object without its content, with its digest; None without an object."""
         with failures_named(self.where(key)):
             try:
                 answer = self._obstore.get(self._store, key, options={"head": True})
@@ -285,7 +285,6 @@ def _entry(meta: Any, sha256: str = "") -> Entry:
 
 #: Chunks are handed on as they come: what waits for more would be lost with the connection.
 _CHUNK_NBYTES = 1
-_STATUS = re.compile(r"\b([1-5][0-9][0-9]) [A-Z]|status(?: code)?:? ([1-5][0-9][0-9])")
 
 
 class BucketSite:
@@ -298,10 +297,8 @@ class BucketSite:
         """One listing of the prefix gives names, sizes and ETags. Raises RemoteError."""
         METER.count(self._address.text, Traffic(requests=1))
         store = bucket_store(self._address.folder, timeout_s=TIMEOUT_S)
-        try:
+        with failures_named(self._address.text):
             objects: list[Any] = list(need("obstore").list_with_delimiter(store)["objects"])
-        except Exception as error:
-            raise refused(error, self._address.text) from error
         only = self._address.only
         files = {
             o["path"]: RemoteFile(
@@ -344,35 +341,12 @@ class BucketSite:
             raise _failed(error) from error
 
 
-def refused(error: Exception, where: str) -> RemoteError:
-    """What obstore raised, as an error for people."""
-    status, kind = _status(error), type(error).__name__
-    is_closed = status in ("401", "403") or kind in (
-        "PermissionDeniedError",
-        "UnauthenticatedError",
-    )
-    return RemoteError(
-        "A bucket refuses access" if is_closed else "A bucket does not answer as it should",
-        where=where,
-        expected="a bucket that may be read",
-        found=f"{kind}: {first_line(error)}",
-        next_step="check the environment variables of its credentials"
-        if is_closed
-        else "check the address, the endpoint and the network, then run the same command again",
-    )
-
-
 def _failed(error: Exception) -> RequestError:
-    status, kind = _status(error), type(error).__name__
+    status, kind = status_in(error), type(error).__name__
     is_final = kind in ("PermissionDeniedError", "UnauthenticatedError", "NotSupportedError")
     if status[:1] == "4" and status not in ("408", "425", "429"):
         is_final = True
     return RequestError(first_line(error), status or kind, retries=not is_final)
-
-
-def _status(error: Exception) -> str:
-    match = _STATUS.search(str(error))
-    return (match[1] or match[2]) if match else ""
 
 
 def _told(meta: Any) -> tuple[str | None, datetime]:

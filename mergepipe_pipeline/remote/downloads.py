@@ -32,7 +32,7 @@ Fetch = Callable[[int, int], bytearray]
 
 @dataclass(frozen=True, slots=True)
 class StatedDigest:
-    """What a server states of a whole file: its digest and length, and the hash that gives it."""
+    """A server's statement on a whole file: its digest and length, and the hash that gives it."""
 
     digest: str
     nbytes: int
@@ -97,7 +97,7 @@ class DownloadedFile:
             self._hash = stated.new_hash()
 
     def expect(self, start_byte: int, stop_byte: int) -> list[Piece]:
-        """What nobody has begun to fetch of a range, each piece one request to come."""
+        """The pieces of a range that nobody has begun to fetch, each one request to come."""
         return [p for p in self._covering(start_byte, stop_byte) if p.done is None]
 
     def lacking(self, start_byte: int, stop_byte: int) -> tuple[int, int]:
@@ -183,7 +183,7 @@ class DownloadedFile:
             self._comparing.release()
 
     def _next_to_hash(self) -> bytearray | None:
-        """What came behind the bytes that are hashed; None if it did not, or is gone again."""
+        """The bytes behind those that are hashed; None if they did not come, or are gone again."""
         start_byte = self._hashed_nbytes
         with self._lock:
             number = bisect_left(self._known, start_byte + 1, key=lambda p: p.stop_byte)

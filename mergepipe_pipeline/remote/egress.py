@@ -1,4 +1,4 @@
-"""What reading at an address costs: which ranges go into one request."""
+"""The cost of reading at an address: which ranges go into one request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mergepipe_pipeline.storage.source import FileRange
 
 @dataclass(frozen=True, slots=True)
 class Egress:
-    """What is asked of one address, and why; headers come besides.
+    """The requests to one address, and their reason; headers come besides.
 
     `nbytes` and `requests` are what is left to fetch, `kept_nbytes` what was fetched before.
     `at_most`: a plan may need less.
@@ -27,7 +27,7 @@ class Egress:
 
 
 def egress_of(root: str, ranges: Iterable[FileRange], why: str) -> Egress:
-    """What fetching ranges of the files at an address costs. Raises RemoteError."""
+    """The cost of fetching ranges of the files at an address. Raises RemoteError."""
     pinned = PINS.of(root)
     requests = nbytes = wanted = 0
     for path, start, stop in coalesced(ranges):

@@ -100,7 +100,7 @@ def fetch(
 
 
 def tried(ask: Callable[[], T], where: str) -> T:
-    """What a question to a server gives, asked again while that may help. Raises RemoteError."""
+    """Ask a server, and again while that may help. Raises RemoteError."""
     tries = 0
     while True:
         try:
@@ -235,7 +235,7 @@ class Meter:
             return dict(self._by_address)
 
     def since(self, before: Mapping[str, Traffic]) -> dict[str, Traffic]:
-        """What came after `before`, as `total` gave it, by address."""
+        """The traffic after `before`, as `total` gave it, by address."""
         moved = {a: t - before.get(a, Traffic()) for a, t in sorted(self.total.items())}
         return {address: traffic for address, traffic in moved.items() if traffic != Traffic()}
 

@@ -101,38 +101,31 @@ class HubSite:
             raise
 
     def _ask(self, where: str) -> Any:
-        errors, http = need("huggingface_hub.errors"), http_library()
-        try:
-            return hub_api().model_info(
-                self._address.place,
-                revision=self._address.revision,
-                files_metadata=True,
-                timeout=TIMEOUT_S,
-            )
-        except errors.OfflineModeIsEnabled as error:
-            raise _offline(where) from error
-        except errors.HFValidationError as error:
-            raise RemoteError(
-                "An address cannot be read",
-                where=where,
-                expected="a name that the hub gives to models",
-                found=first_line(error),
-                next_step="correct the address",
-            ) from error
-        except (errors.GatedRepoError, errors.RepositoryNotFoundError) as error:
-            raise _refused(where, error) from error
-        except errors.RevisionNotFoundError as error:
-            raise RemoteError(
-                "A model of the hub has no such revision",
-                where=where,
-                expected="a branch, a tag or a commit",
-                found=repr(self._address.revision),
-                next_step="correct the revision, or leave it out for the newest",
-            ) from error
-        except (errors.HfHubHTTPError, http.HTTPError) as error:
-            raise _failed(error, where) from error
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise no_hub(where, error) from error
+        errors = need("huggingface_hub.errors")
+        with _failures_named(where):
+            try:
+                return hub_api().model_info(
+                    self._address.place,
+                    revision=self._address.revision,
+                    files_metadata=True,
+                    timeout=TIMEOUT_S,
+                )
+            except errors.HFValidationError as error:
+                raise RemoteError(
+                    "An address cannot be read",
+                    where=where,
+                    expected="a name that the hub gives to models",
+                    found=first_line(error),
+                    next_step="correct the address",
+                ) from error
+            except errors.RevisionNotFoundError as error:
+                raise RemoteError(
+                    "A model of the hub has no such revision",
+                    where=where,
+                    expected="a branch, a tag or a commit",
+                    found=repr(self._address.revision),
+                    next_step="correct the revision, or leave it out for the newest",
+                ) from error
 
     def _link(self, file: RemoteFile) -> _Link:
         with self._lock:
@@ -151,21 +144,14 @@ class HubSite:
 
     def _find(self, file: RemoteFile) -> _Link:
         """Ask where a file is served, which may be a signed link for an hour."""
-        hub, errors, http = need("huggingface_hub"), need("huggingface_hub.errors"), http_library()
+        hub, errors = need("huggingface_hub"), need("huggingface_hub.errors")
         METER.count(self._address.text, Traffic(requests=1))
         url = self._url(file.path)
-        try:
-            metadata = hub.get_hf_file_metadata(url, timeout=TIMEOUT_S, endpoint=hub_endpoint())
-        except errors.OfflineModeIsEnabled as error:
-            raise _offline(self._address.text) from error
-        except errors.EntryNotFoundError as error:
-            raise changed(self._address.text, file, "no such file any more") from error
-        except (errors.GatedRepoError, errors.RepositoryNotFoundError) as error:
-            raise _refused(self._address.text, error) from error
-        except (errors.HfHubHTTPError, http.HTTPError) as error:
-            raise _failed(error, self._address.text) from error
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise no_hub(self._address.text, error) from error
+        with _failures_named(self._address.text):
+            try:
+                metadata = hub.get_hf_file_metadata(url, timeout=TIMEOUT_S, endpoint=hub_endpoint())
+            except errors.EntryNotFoundError as error:
+                raise changed(self._address.text, file, "no such file any more") from error
         if metadata.commit_hash not in (None, self._address.revision):
             raise changed(self._address.text, file, f"the commit {metadata.commit_hash}")
         if metadata.etag not in (None, file.tag):
@@ -194,8 +180,30 @@ def gets_token(location: str, url: str) -> bool:
     return place.netloc == asked.netloc and place.scheme in (asked.scheme, "https")
 
 
+@contextmanager
+def _failures_named(where: str) -> Iterator[None]:
+    """Say of one question to the hub why it failed: for good, or so that it is asked again."""
+    errors, http = need("huggingface_hub.errors"), http_library()
+    try:
+        yield
+    except errors.OfflineModeIsEnabled as error:
+        raise RemoteError(
+            "The hub is not asked in offline mode",
+            where=where,
+            expected="the model in the hub's cache on this machine",
+            found="HF_HUB_OFFLINE is set, and the model is not there, or not whole",
+            next_step="unset HF_HUB_OFFLINE, or download the model where the hub can be reached",
+        ) from error
+    except (errors.GatedRepoError, errors.RepositoryNotFoundError) as error:
+        raise _refused(where, error) from error
+    except (errors.HfHubHTTPError, http.HTTPError) as error:
+        raise _failed(error, where) from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise no_hub(where, error) from error
+
+
 def _failed(error: Exception, where: str) -> RequestError | RemoteError:
-    """What the hub's client raised for one question, with the time that the hub asks for."""
+    """The error of the hub's client for one question, with the time that the hub asks for."""
     answer = getattr(error, "response", None)
     if answer is None:
         return RequestError(first_line(error), type(error).__name__)
@@ -205,16 +213,6 @@ def _failed(error: Exception, where: str) -> RequestError | RemoteError:
     after_s = asked_s(answer.headers)
     return RequestError(
         first_line(error), str(answer.status_code), retries=retries, after_s=after_s
-    )
-
-
-def _offline(where: str) -> RemoteError:
-    return RemoteError(
-        "The hub is not asked in offline mode",
-        where=where,
-        expected="the model in the hub's cache on this machine",
-        found="HF_HUB_OFFLINE is set, and the model is not there, or not whole",
-        next_step="unset HF_HUB_OFFLINE, or download the model where the hub can be reached",
     )
 
 

@@ -1,4 +1,4 @@
-"""What lies at an address at one moment, what its server must be able to do, and how it fails."""
+"""The files at an address at one moment, the protocol of its server, and its failures."""
 
 from __future__ import annotations
 
@@ -95,14 +95,14 @@ class Listing:
         return self.files[path]
 
     def key(self, file: RemoteFile) -> str:
-        """What names a file's bytes, here and in no other server: its content, or place and tag."""
+        """The name of a file's bytes, here and in no other server, by content or place and tag."""
         if file.content:
             return digest_json(["content", self.origin, file.content, file.nbytes])[:32]
         place = [self.origin, self.address.folder.text, file.path]
         return digest_json([*place, file.nbytes, file.tag])[:32]
 
     def stamp_ns(self, file: RemoteFile) -> int:
-        """What stands for the time of the last change: 62 bits of the key."""
+        """A number in place of the time of the last change: 62 bits of the key."""
         return int(self.key(file)[:16], 16) >> 2
 
 
@@ -110,7 +110,7 @@ class Site(Protocol):
     """The server of one address. Safe for several threads."""
 
     def listing(self) -> Listing:
-        """What is there at this moment. Raises RemoteError."""
+        """List the files of this moment. Raises RemoteError."""
         ...
 
     def body(
@@ -139,7 +139,7 @@ class RequestError(Exception):
 
 
 def tag_of(etag: str | None, modified: datetime | None) -> str:
-    """What tells the states of a file apart: its ETag, or else the time of its last change.
+    """The tag that tells states of a file apart: its ETag, or else the time of its last change.
 
     A weak ETag (`W/"…"`) promises nothing about bytes and counts as none; "" without both.
     """
@@ -192,6 +192,7 @@ def changed(root: str, file: RemoteFile, found: str) -> CheckpointChangedError:
 
 _CODE = re.compile(r"<Code>(?P<code>[^<]*)</Code>(?:\s*<Message>(?P<message>[^<]*)</Message>)?")
 _STATUS = re.compile(r"status code: (?P<status>\d{3}[^:<\n]*)")
+_ANY_STATUS = re.compile(r"\b([1-5][0-9][0-9]) [A-Z]|status(?: code)?:? ([1-5][0-9][0-9])")
 _LONGEST = 300
 #: The packages whose exceptions are failures of servers, or of the way to them.
 _CLIENTS = frozenset({"obstore", "huggingface_hub", "httpx", "httpx2", "httpcore", "hf_xet"})
@@ -234,7 +235,7 @@ def failures_named(where: str) -> Iterator[None]:
 
 
 def said(error: BaseException) -> str:
-    """What a server or a client says, in a line."""
+    """The words of a server or a client, in a line."""
     first_line(error)  # takes secrets out of it
     text, reason = str(error), getattr(error, "server_message", None)  # of the hub's client
     if reason:
@@ -267,6 +268,12 @@ def first_line(error: BaseException) -> str:
     return next(lines, type(error).__name__)[:_LONGEST]
 
 
+def status_in(error: BaseException) -> str:
+    """The HTTP status in the words of a client of buckets; "" without one."""
+    match = _ANY_STATUS.search(str(error))
+    return (match[1] or match[2]) if match else ""
+
+
 def _is_of_client(error: BaseException) -> bool:
     return any(c.__module__.partition(".")[0] in _CLIENTS for c in type(error).__mro__)
 
@@ -278,6 +285,7 @@ def _kind(error: BaseException) -> tuple[str, str]:
     if (
         name in ("PermissionDeniedError", "UnauthenticatedError")
         or status in (401, 403)
+        or status_in(error) in ("401", "403")
         or (code and code["code"] in _OUTDATED)
     ):
         return "refused", "A server refuses"

@@ -357,7 +357,7 @@ class _Prefix:
     def _in_the_way(
         self, older: Mapping[str, Entry | None], missing: Sequence[OutgoingFile]
     ) -> list[str]:
-        """What is there of another origin: files of other names, those of these names that no push
+        """The files of another origin: of other names, those of these names that no push
         put, and those by which another model is known.
         """
         names = {f.name for f in self._parcel.files}

@@ -213,7 +213,7 @@ def refusals_named() -> Iterator[None]:
 
 
 def downloads_limit_nbytes() -> int:
-    """How many bytes of pieces are kept. Raises MergePipeError."""
+    """The most bytes of pieces that are kept. Raises MergePipeError."""
     return parse_size(os.environ.get(LIMIT) or DEFAULT_LIMIT, LIMIT)
 
 

@@ -140,7 +140,7 @@ def _origin(url: str) -> tuple[str, str, int]:
 
 @lru_cache(maxsize=256)
 def _reaches(host: str) -> frozenset[Reach]:
-    """What the addresses of a host are; a name that only a proxy may know counts as public."""
+    """The kinds of a host's addresses; a name that only a proxy may know counts as public."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):

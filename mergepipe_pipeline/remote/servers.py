@@ -70,20 +70,20 @@ def site_of(address: Address) -> Site:
 
 
 class Pins:
-    """What lies at addresses, as this process found it. Safe for several threads."""
+    """The pins of addresses, as this process found them. Safe for several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: dict[str, Pin] = {}
 
     def of(self, root: str) -> Pin:
-        """What was found at an address before, or what is there now. Raises RemoteError."""
+        """The pin of an address from before, or a new one. Raises RemoteError."""
         with self._lock:
             known = self._known.get(root)
         return known or self.renewed(parse_address(root))
 
     def renewed(self, address: Address) -> Pin:
-        """What is at an address now, for all that read it from here on. Raises RemoteError."""
+        """A new pin of an address, for all that read it from here on. Raises RemoteError."""
         listing = site_of(address).listing()
         # The commit has a server of its own: links and files are those of that commit.
         pinned = Pin(site_of(parse_address(listing.root)), listing)

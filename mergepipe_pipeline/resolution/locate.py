@@ -17,6 +17,7 @@ from pathlib import Path
 from mergepipe_pipeline.catalog.catalog import Catalog, Registration
 from mergepipe_pipeline.checkpoints.open_checkpoint import is_complete, open_checkpoint
 from mergepipe_pipeline.digest import sha256_hex
+from mergepipe_pipeline.domain.bounds import NAME
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.recipe import ModelRef
 from mergepipe_pipeline.errors import (
@@ -36,7 +37,6 @@ from mergepipe_pipeline.remote.address import (
     is_hub_name,
     parse_address,
 )
-from mergepipe_pipeline.storage.chain import NAME
 from mergepipe_pipeline.storage.regular import text_of
 from mergepipe_pipeline.storage.roots import refuse_unmounted, why_unmounted
 from mergepipe_pipeline.warehouse import Warehouse

@@ -38,7 +38,7 @@ _NOTE = "the time for one collection is over: run it again for the rest"
 
 @dataclass(frozen=True, slots=True)
 class _Idle:
-    """What may go, parents first, and the snapshots among it."""
+    """The objects that may go, parents first, and the snapshots among them."""
 
     snapshot_ids: tuple[str, ...]
     entries: tuple[Entry, ...]
@@ -94,7 +94,7 @@ def _marked(mirror: Mirror) -> Iterator[float]:
 
 
 def _idle(mirror: Mirror, limit_s: float) -> _Idle:
-    """What nobody needs and was put before `limit_s` (Unix seconds)."""
+    """The objects that nobody needs and that were put before `limit_s` (Unix seconds)."""
     named = {
         mirror.version(ref, number).snapshot_id
         for ref, numbers in mirror.versions().items()

@@ -19,7 +19,7 @@ from stat import S_ISREG
 from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.snapshots.find import DamagedSnapshot, scan_snapshots
 from mergepipe_pipeline.snapshots.leases import Living, Need
-from mergepipe_pipeline.snapshots.stores import Marks, ObjectStore, layer_key_of, object_of
+from mergepipe_pipeline.snapshots.stores import Marks, ObjectStore, layer_key_of, stored_by
 from mergepipe_pipeline.storage.atomic import remove_tree, rename
 from mergepipe_pipeline.storage.locks import is_held, probed
 
@@ -28,7 +28,7 @@ _NOBODY = Living(Need(), frozenset(), None, (), (), judged_by_age=False)
 
 @dataclass(frozen=True, slots=True)
 class GcReport:
-    """What was, or would be, removed; `snapshots` are stages and outdated results among it, by id.
+    """The paths that were, or would be, removed; `snapshots` are stages and outdated results by id.
 
     `notes` are sentences about what stays because it is in doubt.
     """
@@ -42,7 +42,7 @@ class GcReport:
 
 @dataclass(frozen=True, slots=True)
 class Roots:
-    """What must stay, beside snapshots that are results.
+    """The roots of a collection, beside snapshots that are results.
 
     `marks` None: no snapshot may be removed. `notes` become those of `GcReport`. `expired` is what
     somebody else has judged, and goes. `outdated` are the ids of results that go, too, unless they
@@ -164,10 +164,10 @@ def _idle_layers(
     actions = objects.all_actions()
     for path in actions:
         key = layer_key_of(path.stem)
-        named = object_of(path) if linked or key in need.layer_keys else None
+        named = stored_by(path) if linked or key in need.layer_keys else None
         if named is not None and key in need.layer_keys:
-            digests.add(named)
-        elif key not in keys and (named is None or named not in digests):
+            digests.add(named.sha256)
+        elif key not in keys and (named is None or named.sha256 not in digests):
             yield path
     for path in objects.all_objects():
         # A layer becomes an object before its action says so.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -43,7 +43,7 @@ _TRUSTED_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What was checked and found right."""
+    """A snapshot that was checked and found right."""
 
     snapshot_id: str
     files: int
@@ -59,7 +59,7 @@ class Checked:
 
     def trusts(self, path: Path, shard: ShardEntry) -> bool:
         """Whether a shard's file was read not long ago and nothing was done to it since."""
-        stat = _present(path).stat()
+        stat = present(path).stat()
         return (
             shard.sha256 in self.digests
             and stat.st_size == shard.nbytes
@@ -88,8 +88,8 @@ def verify_snapshot(
     """
     manifest = read_manifest(folder)
     if folder.name != manifest.snapshot_id and not is_copy:
-        raise _wrong(folder / MANIFEST, folder.name, manifest.snapshot_id)
-    provenance = _present(folder / PROVENANCE).read_bytes()
+        raise wrong_bytes(folder / MANIFEST, folder.name, manifest.snapshot_id)
+    provenance = present(folder / PROVENANCE).read_bytes()
     record = unseal(provenance, str(folder / PROVENANCE))
     added = {RECIPE_FILE: str(record.get("recipe", "")).encode()} if is_copy else {}
     names = {
@@ -99,14 +99,8 @@ def verify_snapshot(
         *(f.file for f in manifest.side_files),
         *added,
     }
-    for extra in sorted(files_below(folder, names) - names):
-        raise CorruptionError(
-            "A file does not belong to the snapshot",
-            where=str(folder / extra),
-            expected="only what the manifest names",
-            found=extra,
-            next_step="remove the file",
-        )
+    for error in unexpected_files(folder, names):
+        raise error
     nbytes = len(provenance) + (folder / MANIFEST).stat().st_size
     for name, data in added.items():
         if (folder / name).is_file():
@@ -121,10 +115,22 @@ def verify_snapshot(
     return Verification(manifest.snapshot_id, len(names - added.keys()), nbytes)
 
 
+def unexpected_files(folder: Path, names: Collection[str]) -> Iterator[CorruptionError]:
+    """The error about each file of a snapshot's folder that is not among its `names`."""
+    for name in sorted(files_below(folder, names).difference(names)):
+        yield CorruptionError(
+            "A file does not belong to the snapshot",
+            where=str(folder / name),
+            expected="only what the manifest names",
+            found=name,
+            next_step="remove the file",
+        )
+
+
 def verify_with_progress(
     snapshot: Snapshot, progress: Progress | None, *, is_copy: bool = False
 ) -> Verification:
-    """As `verify_snapshot`, with a task of the progress that counts the bytes of shards."""
+    """Do as `verify_snapshot`, with a task of the progress that counts the bytes of shards."""
     total = sum(s.nbytes for s in snapshot.manifest.shards)
     with (progress or Silent()).task(f"verify {snapshot.snapshot_id[:12]}", total) as advance:
         return verify_snapshot(Path(snapshot.path), advance, is_copy=is_copy)
@@ -135,9 +141,9 @@ def check_side(path: Path, sha256: str | None) -> int:
 
     Raises CorruptionError.
     """
-    data = _present(path).read_bytes()
+    data = present(path).read_bytes()
     if sha256 not in (None, digest := sha256_hex(data)):
-        raise _wrong(path, str(sha256), digest)
+        raise wrong_bytes(path, str(sha256), digest)
     return len(data)
 
 
@@ -147,7 +153,7 @@ def verify_shard(
     progress: Callable[[int], None] | None = None,
 ) -> None:
     """Check every byte of a file that should be this shard. Raises CorruptionError (tensor)."""
-    nbytes = _present(path).stat().st_size
+    nbytes = present(path).stat().st_size
     if nbytes != shard.nbytes:
         raise CorruptionError(
             "A shard has the wrong length",
@@ -196,7 +202,8 @@ def _ends(path: Path, shard: ShardEntry | StoredObject) -> list[tuple[str, int, 
     return [*ends, ("whole file", shard.nbytes, shard.sha256)]
 
 
-def _present(path: Path) -> Path:
+def present(path: Path) -> Path:
+    """A path of a snapshot, if a file is there. Raises CorruptionError."""
     if not path.is_file():
         raise CorruptionError(
             "A file of a snapshot is missing",
@@ -208,7 +215,8 @@ def _present(path: Path) -> Path:
     return path
 
 
-def _wrong(path: Path, expected: str, found: str) -> CorruptionError:
+def wrong_bytes(path: Path, expected: str, found: str) -> CorruptionError:
+    """The error that a file of a snapshot has another digest."""
     return CorruptionError(
         "A file's bytes are not the bytes that were written",
         where=str(path),
@@ -280,7 +288,7 @@ def commit_snapshot(
 
 
 def damage_of(folder: Path, *, is_copy: bool = False) -> CorruptionError | None:
-    """What is wrong with a snapshot or a copy, of which every byte is read; None if nothing is."""
+    """The first damage of a snapshot or a copy, of which every byte is read; None without any."""
     try:
         verify_snapshot(folder, is_copy=is_copy)
     except CorruptionError as error:

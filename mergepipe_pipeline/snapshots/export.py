@@ -32,6 +32,7 @@ from mergepipe_pipeline.domain.snapshot import (
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.remote.address import SCHEMES
 from mergepipe_pipeline.remote.push import OutgoingFile
+from mergepipe_pipeline.snapshots.commit import present, wrong_bytes
 from mergepipe_pipeline.snapshots.find import files_below, read_manifest
 from mergepipe_pipeline.snapshots.model_folder import (
     MEASURED,
@@ -227,7 +228,7 @@ def _write(
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """How an export's weights are cut: files of at most `nbytes`, None for one file."""
+    """The cut of an export's weights: files of at most `nbytes`, None for one file."""
 
     nbytes: int | None
 
@@ -284,7 +285,7 @@ def _digests(snapshot: Snapshot) -> dict[str, str]:
 
 def _provenance(folder: Path) -> dict[str, Any]:
     """The folder's provenance. Raises CorruptionError."""
-    path = _present(folder / PROVENANCE)
+    path = present(folder / PROVENANCE)
     return unseal(path.read_bytes(), str(path))
 
 
@@ -302,20 +303,14 @@ def recipe_of(provenance: Mapping[str, Any]) -> bytes:
 def _copy(source: Path, target: Path, sha256: str) -> None:
     # The copy is hashed, not the source: the kernel may copy without a byte passing through here.
     make_dirs(target.parent)
-    copy_file(_present(source), target)
+    copy_file(present(source), target)
     _refuse_damaged(target, sha256, source)
 
 
 def _refuse_damaged(path: Path, sha256: str, source: Path | None = None) -> None:
     """Raise CorruptionError if a file, or the copy of a `source`, has another digest."""
     if (digest := file_sha256(path)) != sha256:
-        raise CorruptionError(
-            "A file of the snapshot is damaged, and nothing was written",
-            where=str(source or path),
-            expected=f"sha256 {sha256[:16]}",
-            found=f"sha256 {digest[:16]}",
-            next_step="merge its recipe again: it is made anew, and the damaged one is set aside",
-        )
+        raise wrong_bytes(source or path, sha256, digest)
 
 
 def _is_there(snapshot: Snapshot, out: Path) -> bool:
@@ -354,7 +349,7 @@ def _differences(snapshot: Snapshot, out: Path) -> Iterator[str]:
         provenance = _provenance(out)
         expected[RECIPE_FILE] = sha256_hex(recipe_of(provenance))
         if CARD in expected:
-            card = _present(Path(snapshot.path) / CARD).read_bytes()
+            card = present(Path(snapshot.path) / CARD).read_bytes()
             expected[CARD] = sha256_hex(exported_card(card, provenance))
     except CorruptionError:  # then the recipe has nothing to be compared with
         if (out / PROVENANCE).is_file():
@@ -369,18 +364,6 @@ def _differences(snapshot: Snapshot, out: Path) -> Iterator[str]:
         elif name in expected and file_sha256(out / name) != expected[name]:
             yield f"{name} is edited"
     yield from (f"{name} is not of it" for name in sorted(entries - names))
-
-
-def _present(path: Path) -> Path:
-    if not path.is_file():
-        raise CorruptionError(
-            "A file of the snapshot is missing, and nothing was written",
-            where=str(path),
-            expected="a file",
-            found="none",
-            next_step="merge its recipe again: it is made anew, and layers are reused",
-        )
-    return path
 
 
 @contextmanager

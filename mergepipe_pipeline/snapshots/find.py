@@ -93,17 +93,15 @@ def manifest_of(data: bytes, where: str) -> Manifest:
 
     Its files have names of their own in its folder; what names files elsewhere is a digest.
     """
-    # They load pydantic, which commands that only list refs start without.
-    from mergepipe_pipeline.snapshots.foreign import ManifestForm
-    from mergepipe_pipeline.storage.forms import check_form, read_form
+    # It loads pydantic, which commands that only list refs start without.
+    from mergepipe_pipeline.storage.forms import read_form
 
     next_step = "read it with the version that wrote it"
-    _, value = read_form(ManifestForm, data, where, "A manifest", next_step)
-    return check_form(Manifest, value, where, "A manifest", next_step)
+    return read_form(Manifest, data, where, "A manifest", next_step)[0]
 
 
 def files_below(folder: Path, names: Collection[str]) -> set[str]:
-    """What there is in a snapshot's folder, and in the folders in it that `names` lie in."""
+    """The entries of a snapshot's folder, and of the folders in it that `names` lie in."""
     parts = {name.partition("/")[0] for name in names if "/" in name}
     out = set()
     for path in folder.iterdir():

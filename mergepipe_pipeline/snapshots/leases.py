@@ -1,4 +1,4 @@
-"""What living processes need: each says so in a lease, so that a collection leaves it alone.
+"""The leases of living processes, by which a collection leaves alone what they need.
 
 A lease is a file that its process keeps locked. The system drops the lock of a process that ends,
 however it ends, so a lease that nobody holds is one that nobody needs. A lease is made while no
@@ -22,7 +22,7 @@ from mergepipe_pipeline.storage.locks import is_held, locked, locked_there
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What must stay: layers by key, the snapshots of plans by the plan's id, and by their ids
+    """The things that must stay: layers by key, the snapshots of plans by the plan's id, and by ids
     snapshots and packs.
     """
 
@@ -84,9 +84,7 @@ class Leases:
         return self._gate(shared=False)
 
     def watched(self) -> AbstractContextManager[None]:
-        """As `alone`, for readers, who may write nothing: without a lock that they can take, others
-        go on meanwhile.
-        """
+        """Do as `alone` for readers, who may write nothing; others go on if there is no lock."""
         return locked_there(self._gate_path)
 
     def living(self, older_than_s: float) -> Living:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.digest import seal, sha256_hex
+from mergepipe_pipeline.domain.bounds import SnapshotId, Text
 from mergepipe_pipeline.domain.outcome import StoredObject
 from mergepipe_pipeline.domain.snapshot import (
     MANIFEST,
@@ -36,7 +37,6 @@ from mergepipe_pipeline.errors import (
 from mergepipe_pipeline.remote.address import BUCKETS, parse_address
 from mergepipe_pipeline.remote.bucket import Bucket, Entry
 from mergepipe_pipeline.snapshots.find import manifest_of
-from mergepipe_pipeline.snapshots.foreign import VersionForm
 from mergepipe_pipeline.snapshots.stores import ObjectStore, stored_of
 from mergepipe_pipeline.storage.forms import MAX_NBYTES, read_form
 from mergepipe_pipeline.storage.hashing import file_sha256
@@ -49,6 +49,15 @@ _VERSION = re.compile(rf"{REFS}/(?P<name>[^/]+)/(?P<number>\d{{8}})\.json")
 _LOOKUP_RETRIES = 2
 #: Requests of small objects under way at once.
 _AT_ONCE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    """A version of a ref, as its object has it."""
+
+    snapshot_id: SnapshotId
+    reason: Text
+    version_of: Text
 
 
 @dataclass(frozen=True)
@@ -161,7 +170,7 @@ class Mirror:
         return {name: sorted(numbers) for name, numbers in by_ref.items()}
 
     def current(self, ref: str) -> Ref | None:
-        """What a ref stands for; None if nobody has published it. Raises CorruptionError."""
+        """The current version of a ref; None if nobody has published it. Raises CorruptionError."""
         numbers = self.versions(ref).get(ref, [])
         return self.version(ref, numbers[-1]) if numbers else None
 
@@ -170,7 +179,7 @@ class Mirror:
         key = _version_key(ref, number)
         where, next_step = self.bucket.where(key), "remove it from the bucket, or publish again"
         data = self._present(key, "No such version")
-        version, _ = read_form(VersionForm, data, where, "A version of a ref", next_step)
+        version, _ = read_form(_Version, data, where, "A version of a ref", next_step)
         if version.version_of != f"{ref}/{number}":
             raise CorruptionError(
                 "A version is another's",

@@ -19,9 +19,11 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from mergepipe_pipeline.digest import new_hash, seal, unseal
+from mergepipe_pipeline.domain.bounds import NAME, Sha256, Size, Text
 from mergepipe_pipeline.domain.outcome import StoredObject
 from mergepipe_pipeline.domain.snapshot import Ref, ShardEntry
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundError
@@ -32,9 +34,20 @@ from mergepipe_pipeline.storage.atomic import (
     rename,
     write_atomic,
 )
-from mergepipe_pipeline.storage.chain import NAME, VersionChain, chain_names, is_chain
+from mergepipe_pipeline.storage.chain import VersionChain, chain_names, is_chain
 
 _LOG = logging.getLogger("mergepipe")
+
+
+@dataclass(frozen=True, slots=True)
+class _Action:
+    """The object that a layer key gave, as its file has it."""
+
+    action_key: Text
+    object: Sha256
+    nbytes: Size
+    tensors: tuple[tuple[Text, Sha256], ...]
+    non_finite: dict[str, Size]
 
 
 def layer_key_of(action_key: str) -> str:
@@ -42,24 +55,23 @@ def layer_key_of(action_key: str) -> str:
     return action_key.partition(".")[0]
 
 
-def object_of(action: Path) -> str | None:
-    """The digest of the object that an action's file names; None for a damaged one."""
-    with suppress(OSError, CorruptionError, KeyError):
-        return str(unseal(action.read_bytes(), str(action))["object"])
-    return None
-
-
 def stored_of(data: bytes, action_key: str, where: str = "an action") -> StoredObject | None:
     """The object that the record of an action names; None for a damaged one, or another's."""
-    # They load pydantic, which commands that only list refs start without.
-    from mergepipe_pipeline.snapshots.foreign import ActionForm
+    # It loads pydantic, which commands that only list refs start without.
     from mergepipe_pipeline.storage.forms import read_form
 
     with suppress(CorruptionError):
-        action, _ = read_form(ActionForm, data, where, "An action", "merge again")
+        action, _ = read_form(_Action, data, where, "An action", "merge again")
         if action.action_key == action_key:
             non_finite = tuple(action.non_finite.items())
             return StoredObject(action.object, action.nbytes, action.tensors, non_finite)
+    return None
+
+
+def stored_by(action: Path) -> StoredObject | None:
+    """The object that an action's file names; None where it is damaged or not there."""
+    with suppress(OSError):
+        return stored_of(action.read_bytes(), action.stem, str(action))
     return None
 
 
@@ -77,10 +89,9 @@ class ObjectStore:
     def lookup(self, action_key: str) -> StoredObject | None:
         """The object that this action gave, or None if it must be made (again)."""
         path = self._action(action_key)
+        if (stored := stored_by(path)) is None:
+            return None
         try:
-            stored = stored_of(path.read_bytes(), action_key, str(path))
-            if stored is None:
-                return None
             stat = self.path_of(stored.sha256).stat()
             whole = stat.st_size == stored.nbytes
             # Touched, so that a collection running meanwhile sees both as in use; of the object
@@ -119,15 +130,15 @@ class ObjectStore:
         one of which was wrong.
         """
         for path in self._actions.glob(f"{action_key[:2]}/{layer_key_of(action_key)}.*.json"):
-            digest = object_of(path)
-            if digest not in (None, stored.sha256):
+            other = stored_by(path)
+            if other is not None and other.sha256 != stored.sha256:
                 _LOG.warning(
                     "Two executions of one layer differ. Where: %s. Expected object %s, found %s. "
                     "Next: `mergepipe verify --all --scope lineage` names the snapshots that have "
                     "either.",
                     path,
                     stored.sha256[:16],
-                    str(digest)[:16],
+                    other.sha256[:16],
                 )
         value = {
             "action_key": action_key,
@@ -142,7 +153,7 @@ class ObjectStore:
         """The files of the actions that gave a shard's object."""
         key = shard.layer_key
         paths = sorted(self._actions.glob(f"{key[:2]}/{key}*.json"))
-        return [path for path in paths if object_of(path) == shard.sha256]
+        return [p for p in paths if (o := stored_by(p)) is not None and o.sha256 == shard.sha256]
 
     def all_actions(self) -> list[Path]:
         """Every action file."""
@@ -171,7 +182,7 @@ class RefStore:
         return bool(NAME.fullmatch(name)) and is_chain(self._refs / name)
 
     def current(self, name: str) -> Ref:
-        """What `name` stands for. Raises NotFoundError, CorruptionError."""
+        """The current version of a ref. Raises NotFoundError, CorruptionError."""
         current = self._chain(name).current()
         if current is None:
             raise NotFoundError(

@@ -258,7 +258,7 @@ def remove_tree(path: str | Path) -> None:
 
 
 def _copy_bytes(source: str | Path, target: str | Path) -> None:
-    """As shutil.copyfile, which before Python 3.14 never shares blocks."""
+    """Copy as shutil.copyfile does, which before Python 3.14 never shares blocks."""
     with open(source, "rb") as old, open(target, "wb") as new:
         uncopied_nbytes = os.fstat(old.fileno()).st_size
         try:

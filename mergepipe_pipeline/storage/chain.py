@@ -1,28 +1,23 @@
-"""A folder of numbered versions, the highest is current; and journals, which killed work leaves.
+"""A folder of numbered versions, the highest is current.
 
 Each version is one sealed JSON file created exclusively, so two writers cannot both publish the
 next one and history is never rewritten. A damaged one can be set aside: it keeps its number and
-does not count. A journal has a line for each step that was done, so that work goes on there.
+does not count.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from mergepipe_pipeline.digest import canonical_json, digest_json, seal, unseal
+from mergepipe_pipeline.digest import seal, unseal
 from mergepipe_pipeline.errors import CommitConflictError, CorruptionError, NotFoundError
-from mergepipe_pipeline.storage.atomic import READ_ONLY, create_exclusive, rename
+from mergepipe_pipeline.storage.atomic import create_exclusive, rename
 
-#: What a chain may be called.
-NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
-#: What `NAME` matches, for people.
-NAME_FORM = "up to 128 of a-z, A-Z, 0-9, '.', '_' and '-', a letter or digit first"
 #: Numbers have eight digits.
 MOST_VERSIONS = 99_999_999
 _FILE = re.compile(r"(\d{8})\.json")
@@ -201,67 +196,3 @@ def _unreadable(path: Path, error: OSError) -> CorruptionError:
         found=error.strerror or str(error),
         next_step=_NEXT,
     )
-
-
-class Journal:
-    """A file of sealed (key, value) lines; a context manager. Threads take turns outside.
-
-    Where nothing can be written, lines are remembered until the end of the block, and no longer.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: BinaryIO | None = None
-        self._values: dict[str, str] = {}
-
-    def __enter__(self) -> Journal:
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("ab+", buffering=0)
-        except OSError as error:
-            if error.errno not in READ_ONLY:
-                raise
-            return self
-        self._file.seek(0)
-        data = self._file.read()
-        self._values = dict(pair for line in data.splitlines() if (pair := _read(line)))
-        if data and not data.endswith(b"\n"):  # the last one was killed while it wrote
-            self._file.write(b"\n")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def discard(self) -> None:
-        """Remove the file; where nothing can be written, there is nothing to do."""
-        try:
-            self._path.unlink(missing_ok=True)
-        except OSError as error:
-            if error.errno not in READ_ONLY:
-                raise
-
-    def __getitem__(self, key: str) -> str | None:
-        return self._values.get(key)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def record(self, key: str, value: str) -> None:
-        """Remember a value, from now on and after a kill."""
-        self._values[key] = value
-        if self._file is not None:
-            self._file.write(canonical_json([key, value, _seal(key, value)]) + b"\n")
-
-
-def _read(line: bytes) -> tuple[str, str] | None:
-    """Key and value of a line; None for one that is torn or was changed."""
-    try:
-        key, value, stated = json.loads(line)
-    except (ValueError, TypeError, RecursionError):
-        return None
-    return (key, value) if stated == _seal(key, value) else None
-
-
-def _seal(key: str, value: str) -> str:
-    return digest_json([key, value])[:16]

@@ -12,13 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
+from mergepipe_pipeline.storage.read_batch import ReadBatch
 from mergepipe_pipeline.storage.source import LocalSource
-from mergepipe_pipeline.storage.uncached import PAGE_NBYTES, copy_bytes, page_aligned
-
-if TYPE_CHECKING:
-    from mergepipe_pipeline.storage.read_batch import ReadBatch
+from mergepipe_pipeline.storage.uncached import PAGE_NBYTES, page_aligned
 
 #: Buffers are given away in pieces of this length, used again and again, as fresh pages are slow.
 PIECE_NBYTES = 1 << 20
@@ -115,11 +112,11 @@ class FirstReading:
     held: HeldBytes
 
     def size(self, path: str) -> int:
-        """As the files'."""
+        """The files' own."""
         return self.source.size(path)
 
     def mtime_ns(self, path: str) -> int:
-        """As the files'."""
+        """The files' own."""
         return self.source.mtime_ns(path)
 
     def will_need(self, path: str, start_byte: int, nbytes: int) -> None:
@@ -127,22 +124,11 @@ class FirstReading:
 
     def read_into(self, path: str, start_byte: int, buffer: memoryview) -> None:
         """Fill `buffer` from `start_byte`, and hold a copy if there is room."""
-        nbytes = len(buffer)
-        copy = self._room_for(path, start_byte, nbytes)
-        if copy is None:
-            self.source.read_into(path, start_byte, buffer)
-            return
-        piece = _inside(copy, start_byte, nbytes)
-        try:
-            self.past.read_into(path, start_byte, piece)
-        except BaseException:
-            self.held.give_back(copy)
-            raise
-        copy_bytes(piece, buffer)
-        self.files.keep(path, start_byte, copy, nbytes)
+        with ReadBatch() as batch:
+            self.put(batch, path, start_byte, buffer)
 
     def put(self, batch: ReadBatch, path: str, start_byte: int, buffer: memoryview) -> None:
-        """As `read_into`, when the batch runs."""
+        """Do as `read_into` when the batch runs."""
         nbytes = len(buffer)
         copy = self._room_for(path, start_byte, nbytes)
         if copy is None:
@@ -174,11 +160,11 @@ class SecondReading:
     files: HeldFiles
 
     def size(self, path: str) -> int:
-        """As the files'."""
+        """The files' own."""
         return self.source.size(path)
 
     def mtime_ns(self, path: str) -> int:
-        """As the files'."""
+        """The files' own."""
         return self.source.mtime_ns(path)
 
     def will_need(self, path: str, start_byte: int, nbytes: int) -> None:
@@ -188,17 +174,11 @@ class SecondReading:
 
     def read_into(self, path: str, start_byte: int, buffer: memoryview) -> None:
         """Fill `buffer` from `start_byte`. Raises CheckpointChangedError past the end."""
-        stop_byte = start_byte + len(buffer)
-        pieces, gaps = self._gaps(path, start_byte, stop_byte)
-        for p in pieces:
-            a, b = max(p.start_byte, start_byte), min(p.stop_byte, stop_byte)
-            copy_bytes(_part(p, a, b), buffer[a - start_byte : b - start_byte])
-            self._let_go(path, p, a, buffer[a - start_byte : b - start_byte])
-        for a, b in gaps:
-            self.source.read_into(path, a, buffer[a - start_byte : b - start_byte])
+        with ReadBatch() as batch:
+            self.put(batch, path, start_byte, buffer)
 
     def put(self, batch: ReadBatch, path: str, start_byte: int, buffer: memoryview) -> None:
-        """As `read_into`, when the batch runs."""
+        """Do as `read_into` when the batch runs."""
         stop_byte = start_byte + len(buffer)
         pieces, gaps = self._gaps(path, start_byte, stop_byte)
         for p in pieces:

@@ -35,7 +35,7 @@ def is_held(path: Path) -> bool | None:
 
 @contextmanager
 def probed(path: Path) -> Iterator[bool | None]:
-    """As `is_held`; if False, nobody can lock the file alone while the context lasts."""
+    """Do as `is_held`; if False, nobody can lock the file alone while the context lasts."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError as error:

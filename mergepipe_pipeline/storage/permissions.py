@@ -26,7 +26,7 @@ def share_as(folder: Path) -> None:
 
 
 def foreign_error(error: OSError) -> MergePipeError | None:
-    """What to tell of a refusal by a file or folder of somebody else; None for any other."""
+    """The error for a refusal by a file or folder of somebody else; None for any other."""
     if error.errno not in (errno.EACCES, errno.EPERM):
         return None
     for name in (error.filename, error.filename2):

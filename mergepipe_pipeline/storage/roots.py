@@ -56,7 +56,7 @@ class Roots:
     places: Mapping[str, Place]
 
     def recorded(self, root: str) -> str:
-        """How a record names a checkpoint's folder, by the root that lies nearest above it."""
+        """The name of a checkpoint's folder in a record, by the root that lies nearest above it."""
         address = urlsplit(root) if root.startswith(f"{UNMOUNTED}://") else None
         if address is not None:
             return f"{address.netloc}:{unquote(address.path).removeprefix('/')}"
@@ -110,7 +110,7 @@ def roots_of(warehouse: Path) -> Roots:
 
 
 def with_default_places(warehouse: Path, roots: Roots) -> bytes | None:
-    """What FILE should hold, so that other machines learn of roots that only the variable names.
+    """The bytes of FILE by which other machines learn of roots that only the variable names.
 
     None if it names all of them. Places in it stay: they are the defaults.
     """

@@ -112,7 +112,7 @@ class Batched(Protocol):
     """Files that can be read together with others, in a batch."""
 
     def put(self, batch: ReadBatch, path: str, start_byte: int, buffer: memoryview) -> None:
-        """As `read_into`, when the batch runs; the buffer must stay until then.
+        """Do as `read_into` when the batch runs; the buffer must stay until then.
 
         Raises CheckpointError if the file is not there.
         """
@@ -186,7 +186,7 @@ class LocalSource(CheckpointSource):
         *,
         has_room: bool = False,
     ) -> None:
-        """As `read_into`, when the batch runs; `has_room` as `ReadBatch.read` has it."""
+        """Do as `read_into` when the batch runs; `has_room` as `ReadBatch.read` has it."""
         if not len(buffer):
             return
         alone = partial(self.read_into, path, start_byte, buffer)
@@ -417,7 +417,7 @@ class Handles:
 
     @property
     def share(self) -> int:
-        """How many files one of several threads may take before it gives any back."""
+        """The number of files that one of several threads may take before it gives any back."""
         return max(1, self._limit() // _THREADS)
 
     def _used(self, owner: object, name: str) -> OpenFile | None:

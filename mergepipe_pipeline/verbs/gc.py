@@ -66,7 +66,7 @@ def collect(
     """
     leases = warehouse.leases
     published: _Versions = {}
-    for _ in _needs(_published(warehouse, published)):  # read while nobody has to wait
+    for _ in _published(warehouse, published):  # read while nobody has to wait
         pass
     with leases.watched() if dry_run else leases.alone():
         living = leases.living(older_than_s)
@@ -114,7 +114,7 @@ def collect_bucket(
 def _expired(
     warehouse: Warehouse, roots: Roots, named: frozenset[str], older_than_s: float
 ) -> Iterator[Path]:
-    """What is old and of no use beside snapshots, layers and staging; `named` are those of refs."""
+    """Everything old of no use beside snapshots, layers, staging; `named` are those of refs."""
     certain = roots.marks is not None
     yield from _older(half_landed(warehouse, roots.living.names), older_than_s)
     yield from _older(
@@ -156,7 +156,7 @@ def _current_digests(warehouse: Warehouse) -> Iterator[Mapping[str, str]]:
 
 
 def _orphans(warehouse: Warehouse, named: frozenset[str]) -> Iterator[Path]:
-    """What was measured of snapshots that are gone, and their marks.
+    """The measurements of snapshots that are gone, and their marks.
 
     One that says why a version of a ref has no snapshot stays.
     """
@@ -179,7 +179,7 @@ def _idle_plans(warehouse: Warehouse, roots: Roots) -> Iterator[Path]:
 
 
 def _older(paths: Iterable[Path], older_than_s: float) -> Iterator[Path]:
-    """Those whose last change is longer ago; what is gone meanwhile is left out."""
+    """The paths whose last change is longer ago; what is gone meanwhile is left out."""
     for path in paths:
         with suppress(FileNotFoundError):
             if time.time() - path.lstat().st_mtime >= older_than_s:
@@ -189,13 +189,17 @@ def _older(paths: Iterable[Path], older_than_s: float) -> Iterator[Path]:
 def _roots(
     warehouse: Warehouse, living: Living, published: _Versions, keep_versions: int | None
 ) -> Roots:
-    """What must stay. Where a file that may name a stage cannot be read, all stages do."""
+    """Find the roots. Where a file that may name a stage cannot be read, all stages stay."""
     need, doubts = Need(), []
-    finders = chain(
+    files = (p for p in warehouse.recipes.iterdir() if p.suffix in {".yml", ".yaml"})
+    planned = {p.stem for p in files if warehouse.current_plan_path(p.stem).exists()}
+    for found in chain(
+        _registered(warehouse),
         _published(warehouse, published, keep_versions),
-        *(find(warehouse) for find in (_released, _planned, _searched)),
-    )
-    for found in chain(_registered(warehouse), _needs(finders)):
+        _found(_released, sorted(map(str, warehouse.releases.glob("*.released.json")))),
+        _found(partial(_planned, warehouse), sorted(planned)),
+        _found(partial(_searched, warehouse), searches(warehouse)),
+    ):
         if isinstance(found, Need):
             need |= found
         else:
@@ -216,15 +220,11 @@ def _all_snapshots(warehouse: Warehouse) -> frozenset[str]:
     return frozenset(path.name for path in warehouse.snapshots.iterdir())
 
 
-#: Reads what something needs; raises MergePipeError or OSError where that cannot be known.
-_Finder = Callable[[], Need]
-
-
-def _needs(finders: Iterable[_Finder]) -> Iterator[Need | MergePipeError]:
-    """What each finder finds, or why it cannot; what is gone meanwhile needs nothing."""
-    for find in finders:
+def _found(find: Callable[[str], Need], names: Iterable[str]) -> Iterator[Need | MergePipeError]:
+    """The need of each name, or why it cannot be known; what is gone needs nothing."""
+    for name in names:
         try:
-            yield find()
+            yield find(name)
         except FileNotFoundError:
             continue
         except MergePipeError as error:
@@ -236,7 +236,7 @@ def _needs(finders: Iterable[_Finder]) -> Iterator[Need | MergePipeError]:
 
 def _published(
     warehouse: Warehouse, known: _Versions, newest: int | None = None
-) -> Iterator[_Finder]:
+) -> Iterator[Need | MergePipeError]:
     """The newest so many versions of every ref, or all: rollback may go back to each.
 
     Only versions that are not `known` are read; all are known then.
@@ -247,30 +247,28 @@ def _published(
         known[name] = refs.snapshot_ids(name, known.get(name, {}))
         return _named(list(known[name].values())[-newest if newest else 0 :])
 
-    return (partial(find, name) for name in refs.names())
+    return _found(find, refs.names())
 
 
 def _named(snapshot_ids: Iterable[str]) -> Need:
     return Need(snapshot_ids=frozenset(snapshot_ids))
 
 
-def _released(warehouse: Warehouse) -> Iterator[_Finder]:
-    """What standing recipes have released last."""
-
-    def find(path: Path) -> Need:
-        return _named([str(unseal(path.read_bytes(), str(path)).get("snapshot_id", ""))])
-
-    return (partial(find, path) for path in sorted(warehouse.releases.glob("*.released.json")))
+def _released(path: str) -> Need:
+    """The snapshot that a standing recipe has released last."""
+    return _named([str(unseal(Path(path).read_bytes(), path).get("snapshot_id", ""))])
 
 
-def _searched(warehouse: Warehouse) -> Iterator[_Finder]:
-    """What lies on the front of each search; what another one dominates is never on it again."""
+def _searched(warehouse: Warehouse, name: str) -> Need:
+    """The front of a search; what another one dominates is never on it again."""
+    best = front(warehouse, Ledger(warehouse, name).search()).best
+    return _named(t.snapshot_id for t in best if t.snapshot_id)
 
-    def find(name: str) -> Need:
-        best = front(warehouse, Ledger(warehouse, name).search()).best
-        return _named(t.snapshot_id for t in best if t.snapshot_id)
 
-    return (partial(find, name) for name in searches(warehouse))
+def _planned(warehouse: Warehouse, recipe: str) -> Need:
+    """The need of the current plan of a standing recipe between its steps."""
+    working = working_plan(warehouse, recipe)
+    return need_of(warehouse, load_working_plan(warehouse, recipe, working))
 
 
 def _registered(warehouse: Warehouse) -> Iterator[Need | MergePipeError]:
@@ -281,15 +279,3 @@ def _registered(warehouse: Warehouse) -> Iterator[Need | MergePipeError]:
         path = Path(root)
         if path.is_relative_to(warehouse.snapshots) and path != warehouse.snapshots:
             yield _named(path.relative_to(warehouse.snapshots).parts[:1])
-
-
-def _planned(warehouse: Warehouse) -> Iterator[_Finder]:
-    """What the current plans of standing recipes need between their steps."""
-
-    def find(recipe: str) -> Need:
-        working = working_plan(warehouse, recipe)
-        return need_of(warehouse, load_working_plan(warehouse, recipe, working))
-
-    files = (p for p in warehouse.recipes.iterdir() if p.suffix in {".yml", ".yaml"})
-    planned = (r for r in {p.stem for p in files} if warehouse.current_plan_path(r).exists())
-    return (partial(find, recipe) for recipe in sorted(planned))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from mergepipe_pipeline.checkpoints.open_checkpoint import model_files, open_checkpoint
 from mergepipe_pipeline.deploy.arrivals import mark_landed, stamps_of, token_of
+from mergepipe_pipeline.domain.bounds import NAME
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.errors import CheckpointChangedError, MergePipeError
 from mergepipe_pipeline.progress import Progress, Silent
@@ -28,7 +29,6 @@ from mergepipe_pipeline.storage.atomic import (
     replace_dir,
     write_atomic,
 )
-from mergepipe_pipeline.storage.chain import NAME
 from mergepipe_pipeline.storage.regular import text_of
 from mergepipe_pipeline.storage.side_files import pieces
 from mergepipe_pipeline.storage.source import (

@@ -13,8 +13,6 @@ from mergepipe_pipeline.deploy.recipe_files import bases_read
 from mergepipe_pipeline.domain.model import Model, grid_for
 from mergepipe_pipeline.domain.pack import (
     PACKED_DTYPES,
-    TIERS,
-    TIERS_OF,
     X20_DENSITY,
     PackedTensor,
     TensorContent,
@@ -29,7 +27,7 @@ from mergepipe_pipeline.facts.input_segments import checkpoint_inputs
 from mergepipe_pipeline.packs.codec import unit_of
 from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.index import pack_id_of
-from mergepipe_pipeline.packs.store import TIER_SETS, PackStore
+from mergepipe_pipeline.packs.store import PackStore
 from mergepipe_pipeline.packs.writer import Origin, Packing, write_pack
 from mergepipe_pipeline.planner.parts import TensorFacts
 from mergepipe_pipeline.progress import Progress, Silent
@@ -83,16 +81,14 @@ def pack(
     names: Sequence[str] = (),
     *,
     base: str | None = None,
-    tiers: Sequence[str] = TIERS,
     progress: Progress | None = None,
 ) -> tuple[Packed, ...]:
     """Pack the named experts (default: all with a base); analyses first what is not known.
 
     A pack that is there is reported and left; tensors that an older pack has are taken over. Raises
-    MergePipeError for tiers that do not go together or an expert without tensors to pack, and what
-    opening and reading the checkpoints raise.
+    MergePipeError for an expert without tensors to pack, and what opening and reading the
+    checkpoints raise.
     """
-    chosen = _whole(tiers)
     if not names:
         based = [n for n in names_here(warehouse) if warehouse.catalog.get(n).base]
         names = with_levels(warehouse, based)
@@ -102,11 +98,11 @@ def pack(
         analyze(
             warehouse, [n for n, b in pairs if b == base_name], base=base_name, progress=progress
         )
-    return tuple(_packed(warehouse, *pair, chosen, progress or Silent()) for pair in pairs)
+    return tuple(_packed(warehouse, *pair, progress or Silent()) for pair in pairs)
 
 
 def with_levels(warehouse: Warehouse, names: Iterable[str]) -> list[str]:
-    """Those of the registered names with full weights as plain numbers: packs are made of these."""
+    """The registered names with full weights as plain numbers: packs are made of these."""
     known = map(warehouse.catalog.get, names)
     return [r.name for r in known if r.checkpoint.kind == "full" and r.checkpoint.form is None]
 
@@ -114,31 +110,14 @@ def with_levels(warehouse: Warehouse, names: Iterable[str]) -> list[str]:
 def repack(
     warehouse: Warehouse, models: tuple[Model, Model], wanted: Collection[str], progress: Progress
 ) -> None:
-    """Make those packs of an expert against a base, `models`, whose ids are `wanted`.
+    """Make the pack of an expert against a base, `models`, if its id is `wanted`.
 
     Analyses first what is not known.
     """
     contents = contents_of(warehouse, *models, progress)
-    for tiers in TIER_SETS if contents else ():
-        pack_id = pack_id_of(contents, tiers)
-        if pack_id in wanted and warehouse.packs.find(pack_id) is None:
-            packings = _packings(warehouse, *models, contents, progress)
-            _make(warehouse, models, packings, tiers, progress)
-
-
-def _whole(tiers: Sequence[str]) -> tuple[Tier, ...]:
-    """The tiers in order. Raises MergePipeError for others, or if a level lacks some of its own."""
-    wanted = tuple(t for t in TIERS if t in tiers)
-    needed = {needed for t in wanted for needed in TIERS_OF[t]}
-    if not wanted or needed != set(tiers):
-        raise MergePipeError(
-            "These tiers do not go together",
-            where="--tiers",
-            expected="L0, or L0 to L1, L2 or L3; X20, or X20 and X; or some of both",
-            found=", ".join(tiers) or "none",
-            next_step="correct it, or leave it out for all",
-        )
-    return wanted
+    if pack_id_of(contents) in wanted and warehouse.packs.of(contents) is None:
+        packings = _packings(warehouse, *models, contents, progress)
+        _make(warehouse, models, packings, progress)
 
 
 def _pair(
@@ -179,9 +158,7 @@ def _mismatch(expert: Model, base: Model) -> str:
     return "no name that both have"
 
 
-def _packed(
-    warehouse: Warehouse, name: str, base: str, tiers: Sequence[Tier], progress: Progress
-) -> Packed:
+def _packed(warehouse: Warehouse, name: str, base: str, progress: Progress) -> Packed:
     expert, base_model = open_pair(*map(Places(warehouse).locate, (name, base)))
     contents = contents_of(warehouse, expert, base_model, progress)
     if not contents:
@@ -193,30 +170,27 @@ def _packed(
             next_step="check that this is its base, or convert it to the base's dtype; without a "
             "pack it is merged from its own files",
         )
-    pack_id = pack_id_of(contents, tiers)
-    known, taken_over, seconds = warehouse.packs.find(pack_id), 0, 0.0
+    known, taken_over, seconds = warehouse.packs.of(contents), 0, 0.0
     is_fresh = known is None
     if known is None:
         packings = _packings(warehouse, expert, base_model, contents, progress)
         began_s = time.monotonic()
-        taken_over = _make(warehouse, (expert, base_model), packings, tiers, progress)
+        taken_over = _make(warehouse, (expert, base_model), packings, progress)
         seconds = time.monotonic() - began_s
-        known = warehouse.packs.open(pack_id)
-    sizes = dict(zip(TIERS, known.index.tier_nbytes.tolist(), strict=True))
-    tier_nbytes = {tier: sizes[tier] for tier in known.tiers}
+        known = warehouse.packs.open(pack_id_of(contents))
     views = [expert.views[c.name] for c in contents]
     totals = sum(v.numel for v in views), sum(v.stored_nbytes for v in views)
     return Packed(
         name,
         base,
-        pack_id,
+        known.pack_id,
         is_fresh,
-        tier_nbytes,
+        known.tier_nbytes,
         expert.checkpoint.nbytes,
         len(contents),
         taken_over,
         seconds,
-        pays_back_after(*totals, tier_nbytes) if is_fresh else None,
+        pays_back_after(*totals, known.tier_nbytes) if is_fresh else None,
     )
 
 
@@ -269,11 +243,10 @@ def _make(
     warehouse: Warehouse,
     models: tuple[Model, Model],
     packings: Sequence[Packing],
-    tiers: Sequence[Tier],
     progress: Progress,
 ) -> int:
     """Write a pack and give it its name; how many tensors were taken over from older ones."""
-    final = warehouse.packs.path(pack_id_of([p.content for p in packings], tiers))
+    final = warehouse.packs.path(pack_id_of([p.content for p in packings]))
     checkpoints = [c for model in models for c in model.checkpoints]
     nbytes = sum(p.expert.stored_nbytes for p in packings)
     with ExitStack() as stack:
@@ -282,10 +255,10 @@ def _make(
         reading: Reading = "ahead" if fits_page_cache(2 * nbytes) else "once"
         sources = [stack.enter_context(open_source(c.root, reading)) for c in checkpoints]
         readers = [BlockReader(s, c, None) for s, c in zip(sources, checkpoints, strict=True)]
-        older = _older(warehouse.packs, tiers, packings, stack)
+        older = _older(warehouse.packs, packings, stack)
         known = checkpoint_inputs(warehouse, checkpoints, progress)
         origin = Origin(readers.__getitem__, known, older)
-        write_pack(staged, final, packings, tiers, origin, advance)
+        write_pack(staged, final, packings, origin, advance)
         for reader in readers:
             reader.verify_unchanged()
         replace_dir(staged, final)
@@ -293,15 +266,14 @@ def _make(
 
 
 def _older(
-    store: PackStore, tiers: Sequence[Tier], packings: Sequence[Packing], stack: ExitStack
+    store: PackStore, packings: Sequence[Packing], stack: ExitStack
 ) -> dict[TensorContent, tuple[FrameFiles, PackedTensor]]:
     """The tensors of packs that are there, with their files, by contents; any name will do."""
     older: dict[TensorContent, tuple[FrameFiles, PackedTensor]] = {}
     wanted = {_key(p.content): p for p in packings}
     for known in filter(None, map(store.find, store.ids())):
         names = {_key(c): c.name for c in known.contents.values()}
-        shared = wanted.keys() & names.keys()
-        if not shared or not set(tiers) <= set(known.tiers):
+        if not (shared := wanted.keys() & names.keys()):
             continue
         files = stack.enter_context(FrameFiles(known.root, "once"))
         with suppress(CorruptionError):  # of a damaged pack what is left serves

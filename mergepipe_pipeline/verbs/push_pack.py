@@ -14,6 +14,7 @@ from mergepipe_pipeline.catalog.catalog import Registration
 from mergepipe_pipeline.checkpoints.open_checkpoint import model_files
 from mergepipe_pipeline.digest import sha256_hex
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
+from mergepipe_pipeline.domain.pack import EXACT
 from mergepipe_pipeline.errors import MergePipeError, NotFoundError
 from mergepipe_pipeline.execution.lookup import plan_of
 from mergepipe_pipeline.execution.packing import contents_of
@@ -27,7 +28,6 @@ from mergepipe_pipeline.packs.offline import OfflineExpert, leftover, sound_left
 from mergepipe_pipeline.packs.portable import (
     BESIDE,
     CHUNKS,
-    EXACT,
     EXPERT,
     PACKS,
     PortableFile,
@@ -58,19 +58,19 @@ def push_pack(
 ) -> PushResult:
     """Put the pack of a registered expert, and what else gives it back, below `to`/packs.
 
-    The options are those of `push`. Raises MergePipeError for an expert without an exact pack,
+    The options are those of `push`. Raises MergePipeError for an expert without a pack,
     CorruptionError, before anything is sent, if the pack is not what was written or the expert's
     files are not what was packed, and as `push`.
     """
     address, progress = writable(to), progress or Silent()
     registration = locate_registered(warehouse, name)
-    pack = _exact_pack(warehouse, registration, progress)
+    pack = _pack_of(warehouse, registration, progress)
     with (
         warehouse.leases.hold(Need(pack_ids=frozenset([pack.pack_id])), "push"),
         _expert_of(warehouse, registration, pack, progress) as (expert, folder),
     ):
         files = list(_outgoing_files(registration.checkpoint, expert, pack, folder))
-        names = [PortableFile(name=f.name, nbytes=f.nbytes, sha256=f.sha256) for f in files]
+        names = [PortableFile(f.name, f.nbytes, f.sha256) for f in files]
         contents = tuple(pack.contents.values())
         claim = _of_bytes(EXPERT, PortablePack(expert, contents, tuple(names)).to_bytes())
         parcel = Parcel(
@@ -99,7 +99,7 @@ def packed_experts(warehouse: Warehouse, what: str, progress: Progress) -> list[
             registration = locate_registered(warehouse, source.name)
             _refuse_other_version(warehouse, registration, source.checkpoint_id)
             if registration.checkpoint.kind == "full":  # of adapters and deltas there are no packs
-                _exact_pack(warehouse, registration, progress)
+                _pack_of(warehouse, registration, progress)
                 packed.append(source.name)
         except MergePipeError as error:
             progress.warn(f"the pack of an expert is not sent: {error}")
@@ -124,7 +124,7 @@ def _refuse_other_version(
         )
 
 
-def _exact_pack(warehouse: Warehouse, registration: Registration, progress: Progress) -> Pack:
+def _pack_of(warehouse: Warehouse, registration: Registration, progress: Progress) -> Pack:
     """The pack that gives an expert back. Raises MergePipeError if there is none."""
     record = warehouse.offline.find(registration.checkpoint.checkpoint_id)
     if registration.checkpoint.is_offline and record is not None:
@@ -133,13 +133,13 @@ def _exact_pack(warehouse: Warehouse, registration: Registration, progress: Prog
     if registration.base is not None and registration.checkpoint.kind == "full":
         base = Places(warehouse).locate(registration.base)
         models = open_pair(registration.checkpoint, base)
-        pack = warehouse.packs.best(contents_of(warehouse, *models, progress))
-    if pack is None or "X" not in pack.tiers:
+        pack = warehouse.packs.of(contents_of(warehouse, *models, progress))
+    if pack is None:
         raise MergePipeError(
-            "An expert has no pack that gives it back",
+            "An expert has no pack",
             where=registration.name,
-            expected="a pack with the tiers X20 and X",
-            found="none" if pack is None else f"one of {', '.join(pack.tiers)}",
+            expected="a pack, which gives it back",
+            found="none",
             next_step=f"make it: `mergepipe pack {registration.name}`",
         )
     return pack

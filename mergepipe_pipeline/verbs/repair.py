@@ -10,28 +10,24 @@ stays as it is, until its recipe is merged again.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from mergepipe_pipeline.catalog.formats import CHECKPOINTS, CONTENTS, FACTS
-from mergepipe_pipeline.catalog.seals import find_sealed
+from mergepipe_pipeline.catalog.formats import FACTS
 from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.domain.checkpoint import PACKED
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.execution.lookup import provenance_of
 from mergepipe_pipeline.facts.offline import open_offline
-from mergepipe_pipeline.facts.tensor_digests import Contents
 from mergepipe_pipeline.integrity.auditor import Finding, Scope
-from mergepipe_pipeline.integrity.records import action_of, readable_snapshots
-from mergepipe_pipeline.packs.contents import holds
-from mergepipe_pipeline.packs.index import read_contents
+from mergepipe_pipeline.integrity.records import Chains, chains
 from mergepipe_pipeline.packs.offline import OfflineExpert
+from mergepipe_pipeline.packs.store import indexed_pack
 from mergepipe_pipeline.progress import Progress
+from mergepipe_pipeline.snapshots.find import list_snapshots
+from mergepipe_pipeline.snapshots.stores import stored_by
 from mergepipe_pipeline.storage.atomic import adopt_file
 from mergepipe_pipeline.storage.chain import VersionChain, chain_names, is_chain
 from mergepipe_pipeline.verbs.analyze import analyze
@@ -40,12 +36,11 @@ from mergepipe_pipeline.verbs.verify import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 
 _SCOPES: tuple[Scope, ...] = ("structure", "digests", "lineage")
-_STATS = re.compile(r"b(?P<block_elems>\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """What was, or would be, taken away and made again; `left` are findings for a person.
+    """The things that were, or would be, taken away and made again; `left` is for a person.
 
     `scopes` are those that were looked at.
     `aside` tells of each name and ref that had damaged versions.
@@ -65,8 +60,8 @@ class Repair:
 def repair(
     warehouse: Warehouse, *, dry_run: bool = False, progress: Progress | None = None
 ) -> Repair:
-    """Verify records and results, take away what is derivable and wrong, learn it again."""
-    findings = verify_all(warehouse, _SCOPES, fresh=True, progress=progress).findings
+    """Verify records and results, take away what is derivable and wrong, analyse anew."""
+    findings = verify_all(warehouse, _SCOPES, progress=progress).findings
     aside = set_aside(warehouse, dry_run=dry_run)
     damaged, files = tuple(aside), {file for some in aside.values() for file in some}
     left = tuple(f for f in findings if not f.is_derivable and f.file not in files)
@@ -80,22 +75,22 @@ def repair(
     folder = warehouse.new_aside()
     for path in taken:
         adopt_file(path, folder / path.relative_to(warehouse.root))
-    made, not_made = _learn_again(warehouse, list(_lacking(warehouse)), progress)
+    made, not_made = _analysed_again(warehouse, taken, progress)
     where = str(folder) if taken else None
     return Repair(names, where, made, (*not_made, *packs), left, damaged)
 
 
 def _packs_to_make(warehouse: Warehouse, taken: Collection[Path]) -> Iterator[str]:
-    """What to run for each pack that is taken away: packing takes too long to do it unasked."""
+    """The command for each pack that is taken away: packing takes too long to do it unasked."""
     names = _names(warehouse)
     for path in taken:
         if path.parent != warehouse.packs_dir:
             continue
         of: list[str] = []
         with suppress(CorruptionError, OSError):  # whose index is damaged
-            contents = read_contents(path)
+            pack = indexed_pack(path)
             known = ((name, warehouse.catalog.digests(i)) for i, name in names.items())
-            of = sorted(name for name, digests in known if digests and holds(contents, digests))
+            of = sorted(name for name, digests in known if digests and pack.holds(digests))
         yield (
             f"pack {path.name[:16]} of {' and '.join(of) or 'an expert that it does not tell'}: "
             f"`mergepipe pack {' '.join(of) or 'NAME'}` makes it again; until then merges read the "
@@ -107,39 +102,27 @@ def _packs_to_make(warehouse: Warehouse, taken: Collection[Path]) -> Iterator[st
 def _actions_of(warehouse: Warehouse, objects: Collection[str]) -> Iterator[Path]:
     """The actions that name one of these objects."""
     for path in warehouse.objects.all_actions():
-        entry = action_of(path)
+        entry = stored_by(path)
         if entry is not None and entry.sha256 in objects:
             yield path
 
 
-def _lacking(warehouse: Warehouse) -> Iterator[Path]:
-    """Files of the catalog that lie in quarantine and of which there is none of the same facts.
-
-    A repair that was killed has not learned all that it took away.
-    """
-    for folder in sorted(warehouse.aside.glob("*")):
-        for path in sorted((folder / warehouse.catalog_dir.name).rglob("*.*.*")):
-            was = warehouse.root / path.relative_to(folder)
-            if not find_sealed(was.parent, was.name.rsplit(".", 2)[0]):
-                yield was
-
-
-def _learn_again(
-    warehouse: Warehouse, lacking: Collection[Path], progress: Progress | None
+def _analysed_again(
+    warehouse: Warehouse, taken: Collection[Path], progress: Progress | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Records, digests and statistics of registered checkpoints; what was made, and what not."""
-    names = _names(warehouse)
-    work: dict[str, Callable[[], object]] = {}
-    for path in lacking:
-        work |= _to_learn(warehouse, names, path, progress)
+    """Analyse those of whom files of the catalog were taken away; of which it was done, and why not
+    of others.
+    """
+    of = [p.relative_to(warehouse.catalog_dir) for p in taken if warehouse.catalog_dir in p.parents]
+    ids = {part.partition(".")[0] for path in of for part in path.parts}
     made: list[str] = []
     not_made: list[str] = []
-    for label, learn in work.items():
+    for name in sorted(name for i, name in _names(warehouse).items() if i in ids):
         try:
-            learn()
-            made.append(label)
+            analyze(warehouse, (name,), progress=progress)
+            made.append(f"what is known of {name}")
         except (MergePipeError, OSError) as error:
-            not_made.append(f"{label}: {error}")
+            not_made.append(f"what is known of {name}: {error}")
     return tuple(made), tuple(not_made)
 
 
@@ -152,65 +135,6 @@ def _names(warehouse: Warehouse) -> dict[str, str]:
     return names
 
 
-def _to_learn(
-    warehouse: Warehouse, names: Mapping[str, str], path: Path, progress: Progress | None
-) -> dict[str, Callable[[], object]]:
-    """What to do so that a file of the catalog is written again, by a label; often nothing."""
-    catalog, kinds = warehouse.catalog, (CHECKPOINTS, CONTENTS, FACTS)
-    kind = next((k for k in kinds if path.is_relative_to(warehouse.catalog_dir / k)), None)
-    name = names.get(path.parent.name if kind == FACTS else path.name.partition(".")[0])
-    if name is None:
-        return {}
-    if kind == CHECKPOINTS:
-        return {f"record of {name}": partial(catalog.get, name)}
-    if kind == CONTENTS:
-        checkpoint = catalog.get(name).checkpoint
-        return {f"digests of {name}": Contents(warehouse, checkpoint, progress).digests}
-    match, base = _STATS.match(path.name), names.get(path.parent.parent.name)
-    if kind != FACTS or not match or not base:
-        return {}
-    n = int(match["block_elems"])
-    again = partial(analyze, warehouse, (name,), base=base, block_elems=n, progress=progress)
-    return {f"analysis of {name} against {base}": again}
-
-
-class _Chains(NamedTuple):
-    """Chains of one kind, by name in a folder.
-
-    `counts` says of a good version what it stands for; `lost` what to do without one, given NAME.
-    """
-
-    kind: str
-    folder: Path
-    counts: Callable[[int, Mapping[str, Any]], str]
-    lost: str = ""
-
-
-def _chains(warehouse: Warehouse) -> tuple[_Chains, ...]:
-    catalog, lost = warehouse.catalog_dir, "no version is left: `mergepipe {}`"
-    return (
-        _Chains("name", catalog / "names", lambda n, of: f"version {n} counts: {of['root']}"),
-        _Chains(
-            "tags of",
-            catalog / "tags",
-            lambda n, of: f"version {n} counts: {', '.join(of['tags']) or 'none'}",
-            lost.format("tag NAME --add TAG"),
-        ),
-        _Chains(
-            "ref",
-            warehouse.refs_dir,
-            lambda n, of: f"version {n} counts: snapshot {of['snapshot_id']}",
-            lost.format("publish SNAPSHOT --ref NAME"),
-        ),
-        _Chains(
-            "quarantine of",
-            warehouse.quarantined_dir,
-            lambda n, of: "the other decisions count; see `mergepipe ls`",
-            "no decision is left: `mergepipe quarantine NAME` decides anew",
-        ),
-    )
-
-
 def set_aside(warehouse: Warehouse, *, dry_run: bool = False) -> dict[str, list[str]]:
     """Set the damaged versions of every chain of the warehouse aside, each chain's at once.
 
@@ -218,10 +142,10 @@ def set_aside(warehouse: Warehouse, *, dry_run: bool = False) -> dict[str, list[
     without any version, whose files somebody removed, is named as well.
     """
     aside = {}
-    for chains in _chains(warehouse):
-        for name in sorted({*chain_names(chains.folder), *_empty(chains)}):
+    for of in chains(warehouse):
+        for name in sorted({*chain_names(of.folder), *_empty(of)}):
             with suppress(CorruptionError):  # a folder that cannot be listed is left for a person
-                chain = VersionChain(chains.folder / name)
+                chain = VersionChain(of.folder / name)
                 damaged = chain.damaged()
                 if not damaged and chain.versions():
                     continue
@@ -229,21 +153,21 @@ def set_aside(warehouse: Warehouse, *, dry_run: bool = False) -> dict[str, list[
                 for number in () if dry_run else damaged:
                     chain.set_aside(number)
                 if good:
-                    counts = chains.counts(good, chain.get(good))
+                    counts = f"version {good} counts: {of.counts(chain.get(good))}"
                 else:
-                    counts = chains.lost.replace("NAME", name) or _again(
+                    counts = of.lost.replace("NAME", name) or _again(
                         warehouse, name, dry_run=dry_run
                     )
                 versions = ", ".join(map(str, damaged))
                 what = f"version {versions} damaged, set aside; " if damaged else ""
-                files = [str(chains.folder / name / f"{n:08d}.json") for n in damaged]
-                aside[f"{chains.kind} {name}: {what}{counts}"] = files
+                files = [str(of.folder / name / f"{n:08d}.json") for n in damaged]
+                aside[f"{of.kind} {name}: {what}{counts}"] = files
     return aside
 
 
-def _empty(chains: _Chains) -> list[str]:
+def _empty(of: Chains) -> list[str]:
     """The names of checkpoints that have a folder and no version that counts."""
-    folders = chains.folder.iterdir() if chains.kind == "name" and chains.folder.is_dir() else ()
+    folders = of.folder.iterdir() if of.kind == "name" and of.folder.is_dir() else ()
     return [p.name for p in folders if p.is_dir() and not is_chain(p)]
 
 
@@ -281,7 +205,7 @@ def _record_of(warehouse: Warehouse, name: str) -> OfflineExpert | None:
 def _merged(warehouse: Warehouse, name: str) -> tuple[str, str | None]:
     """Where the newest snapshot that was merged from a name read it, "" if none was; its base."""
     created, root, checkpoint_id = "", "", ""
-    for snapshot in readable_snapshots(warehouse):
+    for snapshot in list_snapshots(warehouse.snapshots):
         with suppress(MergePipeError):
             provenance = provenance_of(snapshot)
             for source in provenance["sources"]:

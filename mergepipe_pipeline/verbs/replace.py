@@ -70,8 +70,8 @@ def move_to_cold(
     """Move the weight files of an expert that was packed below the folder `cold`.
 
     Files that are there already, as an `unpack` leaves them, are compared and kept. Raises
-    MergePipeError for files that are not the expert's own or a pack without tier X, CorruptionError
-    if not every file can be made again; then nothing is moved.
+    MergePipeError for files that are not the expert's own, CorruptionError if not every file can be
+    made again; then nothing is moved.
     """
     checkpoint = locate_registered(warehouse, packed.name).checkpoint
     target = expanded(cold).resolve() / Path(checkpoint.root).name
@@ -265,7 +265,7 @@ def _moved(expert: OfflineExpert, *, before: bool = False) -> Moved:
 def _refuse(warehouse: Warehouse, packed: Packed, checkpoint: Checkpoint, target: Path) -> None:
     """Refuse files that are not a folder's own, or that have no room where they are to go."""
     for expected, found, next_step in (
-        *_unfit_experts(warehouse, packed),
+        *_offline_experts(warehouse, packed),
         *_unfit_files(warehouse, checkpoint),
         *_unfit_places(Path(checkpoint.root), target),
     ):
@@ -282,10 +282,7 @@ def _refuse(warehouse: Warehouse, packed: Packed, checkpoint: Checkpoint, target
 _Problems = Iterator[tuple[str, str, str]]
 
 
-def _unfit_experts(warehouse: Warehouse, packed: Packed) -> _Problems:
-    if "X" not in packed.tier_nbytes:
-        found = f"one of {', '.join(packed.tier_nbytes)}"
-        yield "a pack with tier X", found, f"run `mergepipe pack {packed.name}` without --tiers"
+def _offline_experts(warehouse: Warehouse, packed: Packed) -> _Problems:
     for name in (packed.name, packed.base):  # two could stand for each other
         if locate_registered(warehouse, name).checkpoint.is_offline:
             found = "none: they were moved away before, for another pack"

@@ -1,8 +1,6 @@
 """The verb `verify`: every byte of a snapshot is what was written; `--all`: of a warehouse.
 
-A verification of all that is interrupted goes on where it was: files that it found right are known
-by their inode, size and time until one verification has come to its end. A warehouse that cannot be
-written is verified all the same, from the beginning each time.
+It writes nothing, so that the warehouse may be one that cannot be written.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from mergepipe_pipeline.integrity.records import verify_lineage, verify_structur
 from mergepipe_pipeline.integrity.results import report_shards, verify_digests
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.snapshots.commit import Verification, verify_with_progress
-from mergepipe_pipeline.storage.chain import Journal
 from mergepipe_pipeline.warehouse import Warehouse
 
 
@@ -39,14 +36,13 @@ def verify(warehouse: Warehouse, what: str, progress: Progress | None = None) ->
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a verification found: `nbytes` were hashed now, `resumed_files` by one before it."""
+    """The outcome of a verification; `nbytes` were hashed and found right."""
 
     scopes: tuple[Scope, ...]
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
     files: int
     nbytes: int
-    resumed_files: int
 
     @property
     def ok(self) -> bool:
@@ -58,22 +54,16 @@ def verify_all(
     warehouse: Warehouse,
     scopes: Collection[Scope] = SCOPES,
     *,
-    fresh: bool = False,
     inputs_of: Snapshot | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Look at all of a warehouse in these scopes; changes nothing. `fresh`: resume nothing.
+    """Look at all of a warehouse in these scopes; changes nothing.
 
-    `inputs_of` restricts the inputs to those of one snapshot. Raises StorageFullError.
+    `inputs_of` restricts the inputs to those of one snapshot.
     """
     wanted = tuple(s for s in SCOPES if s in scopes)
-    path = warehouse.verified_path(inputs_of.snapshot_id if inputs_of else "-".join(wanted))
-    verified = Journal(path)
-    if fresh:
-        verified.discard()
-    with verified as journal, untouched():
-        audit, resumed = Auditor(journal), len(journal)
-        shown = progress or Silent()
+    audit, shown = Auditor(), progress or Silent()
+    with untouched():
         if "structure" in scopes:
             verify_structure(warehouse, audit)
             verify_indexes(warehouse, audit)
@@ -85,6 +75,5 @@ def verify_all(
             verify_frames(warehouse, audit, shown)
         if "inputs" in scopes:
             verify_inputs(warehouse, audit, shown, inputs_of)
-    verified.discard()
     ordered = sorted(audit.findings, key=lambda f: (SCOPES.index(f.scope), f.where))
-    return Report(wanted, tuple(ordered), tuple(audit.notes), audit.files, audit.nbytes, resumed)
+    return Report(wanted, tuple(ordered), tuple(audit.notes), audit.files, audit.nbytes)

@@ -31,13 +31,12 @@ def data(tmp: Path, *words: str) -> Any:
 
 def test_pack_tells_what_it_made_and_that_it_was_made_before(tmp_path: Path) -> None:
     warehouse_of(tmp_path, experts=2)
-    both = data(tmp_path, "pack", "--tiers", "L0, X20,X")["packs"]
+    both = data(tmp_path, "pack")["packs"]
     assert [p["name"] for p in both] == ["e0", "e1"]
-    assert [list(p["tier_nbytes"]) for p in both] == [["L0", "X20", "X"]] * 2
-    text = run(tmp_path, "pack", "e0", "--tiers", "L0,X20,X")
+    assert [list(p["tier_nbytes"]) for p in both] == [["L0", "L1", "L2", "L3", "X20", "X"]] * 2
+    text = run(tmp_path, "pack", "e0")
     assert "packed before" in text
     assert "pays back after" in text
-    assert "do not go together" in run(tmp_path, "pack", "e0", "--tiers", "X", code=10)
 
 
 def test_analyze_packs_when_asked(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def write_pack(
     root.mkdir(parents=True)
     for tier, row in zip(TIERS, frames, strict=True):
         frames_path(root, tier).write_bytes(b"".join(row))
-    write_index(root, root, TIERS, [tensor])
+    write_index(root, root, [tensor])
     return PackSource(pack_id, str(root)), tensor
 
 

@@ -9,24 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
 from mergepipe_pipeline.domain.outcome import LayerOutcome
-from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TIERS, Level, PackedTensor, Tier
+from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, Level
 from mergepipe_pipeline.domain.plan import ExpertInput, MergePlan, TrimRule
 from mergepipe_pipeline.domain.recipe import Params
 from mergepipe_pipeline.domain.segments import KnownSegments
 from mergepipe_pipeline.engine.execute import LayerRunner
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.engine.window import to_bytes
-from mergepipe_pipeline.errors import BudgetError, CorruptionError, DamagedPackError
+from mergepipe_pipeline.errors import CorruptionError, DamagedPackError
 from mergepipe_pipeline.operators import OPERATORS, Window
 from mergepipe_pipeline.packs import together
 from mergepipe_pipeline.packs.frame_files import Attempt, read_at_once
 from mergepipe_pipeline.packs.index import frames_path
-from mergepipe_pipeline.storage.page_buffer import PageBuffer
 from tests.engine.packed import (
     NUMEL,
     Levels,
@@ -272,32 +270,6 @@ def test_seconds_of_reading_ahead_are_not_taken_from_those_of_arithmetic(
     _, result = run(plan_from(family, "task_arithmetic", levels=[all_at("X")]), tmp_path)
     assert result.read_s >= 0.2
     assert result.arithmetic_s > 0
-
-
-def test_frames_that_the_plan_does_not_name_are_refused(family: PackedFamily) -> None:
-    plan = plan_from(family, "task_arithmetic", levels=[[(C, 2 * C, "L1")]])
-    with LayerRunner(plan, TWO) as runner:
-        e = plan.layers[0].tasks[0].experts[0]
-        assert runner._sources.packed(e) is not None
-        reader = runner._sources._packs[0, False]
-        tensor = reader.tensor("w")
-        assert reader.read(tensor, frames(tensor, "L1", 1, 2), 0, 3, PageBuffer()).nbytes.any()
-        others: list[tuple[Tier, int, int]] = [
-            ("L1", 0, 2),
-            ("L1", 2, 3),
-            ("L2", 1, 2),
-            ("X", 1, 2),
-        ]
-        for tier, first, stop in others:
-            with pytest.raises(BudgetError, match="access set"):
-                reader.read(tensor, frames(tensor, tier, first, stop), 0, 3, PageBuffer())
-
-
-def frames(tensor: PackedTensor, tier: Tier, first: int, stop: int) -> npt.NDArray[np.bool_]:
-    """The frames of one tier and chunks [first, stop), as a reader is asked for them."""
-    wanted = np.zeros(tensor.nbytes.shape, np.bool_)
-    wanted[TIERS.index(tier), first:stop] = True
-    return wanted
 
 
 def test_what_is_passed_through_from_a_pack_keeps_every_pattern_of_bits(tmp_path: Path) -> None:

@@ -6,9 +6,7 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -357,24 +355,6 @@ def test_a_side_file_of_an_input_that_changed_under_its_time_or_went_is_found(
     assert cli(home, "verify", *command)[0] == 0
 
 
-def test_a_repair_after_one_that_was_killed_learns_what_that_one_took_away(
-    home: Warehouse, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken = [next(home.root.glob(DERIVABLE[k])) for k in ("contents", "statistics")]
-    for path in taken:
-        flip(path, 9)
-    with monkeypatch.context() as patched:
-        patched.setattr("mergepipe_pipeline.verbs.repair._learn_again", None)
-        with pytest.raises(TypeError):
-            repair(home)
-    assert not any(path.exists() for path in taken)
-    assert not repair(home, dry_run=True).made
-    made = repair(home).made
-    assert {label.partition(" of ")[0] for label in made} == {"analysis", "digests"}
-    assert all(path.exists() for path in taken)
-    assert not repair(home).made
-
-
 IN_PLACES = DERIVABLE | {
     "stage": "stages/*.json",
     "arrival": "arrivals/*.json",
@@ -425,57 +405,8 @@ def test_an_expert_that_left_the_inbox_is_a_note_and_one_that_left_another_place
     assert [Path(finding.file).name for finding in report.findings] == ["there"]
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from mergepipe_pipeline.integrity.auditor import Auditor
-from mergepipe_pipeline.verbs.verify import verify_all
-from mergepipe_pipeline.warehouse import Warehouse
-
-left, real = [int(sys.argv[2])], Auditor.done
-
-def done(self, path, nbytes):
-    real(self, path, nbytes)
-    left[0] -= 1
-    if not left[0]:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-Auditor.done = done
-verify_all(Warehouse.at(sys.argv[1]))
-"""
-
-
-@pytest.mark.parametrize("steps", [1, 5])
-def test_a_verification_that_is_killed_goes_on_where_it_was(home: Warehouse, steps: int) -> None:
-    everything = verify_all(home)
-    command = [sys.executable, "-c", KILLED, str(home.root), str(steps)]
-    assert subprocess.run(command, timeout=60, check=False).returncode == -signal.SIGKILL
-    (journal,) = (home.root / "verify").iterdir()
-    torn = journal.read_bytes()[:-9]
-    report = verify_all(home)
-    assert report.resumed_files >= steps
-    assert 0 < report.nbytes < everything.nbytes
-    assert verify_all(home).nbytes == everything.nbytes  # it came to its end
-    journal.write_bytes(torn)
-    assert verify_all(home).resumed_files == report.resumed_files - 1
-    journal.write_bytes(torn)
-    assert verify_all(home, fresh=True).resumed_files == 0
-
-
-def test_what_was_found_right_before_a_kill_and_changed_since_is_read_again(
-    home: Warehouse,
-) -> None:
-    command = [sys.executable, "-c", KILLED, str(home.root), "4"]
-    subprocess.run(command, timeout=60, check=False)
-    for path in home.objects_dir.glob("*/*"):
-        flip(path, 100)
-    found = verify_all(home).findings
-    assert {Path(f.file).parent.parent for f in found if f.is_derivable} == {home.objects_dir}
-    assert len([f for f in found if f.is_derivable]) == 4
-
-
 def test_the_options_that_do_not_go_together_are_refused(home: Warehouse) -> None:
-    for words in ((), ("live", "--all"), ("live", "--fresh"), ("--all", "--inputs")):
+    for words in ((), ("live", "--all"), ("live", "--scope", "digests"), ("--all", "--inputs")):
         assert cli(home, "verify", *words)[0] == 2
 
 

@@ -20,7 +20,6 @@ from mergepipe_pipeline.packs.codec import (
     BITS_OF,
     EncodedChunk,
     decode_bits,
-    decode_exact,
     decode_numbers,
     encode_chunk,
     unit_of,
@@ -41,6 +40,13 @@ TIER_NUMBERS = st.integers(NOT_READ, len(TIERS) - 1)
 THRESHOLDS = st.one_of(st.just(0), st.integers(0x35000000, 0x3F800000), st.integers(0, 0x7F7FFFFF))
 #: What is special of bfloat16, and as the upper half of float32: zeros, a subnormal, ∞ and NaNs.
 SPECIAL = np.array([0, 0x8000, 1, 0x8001, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF], np.uint16)
+
+
+def decode_exact(
+    x20: bytes | memoryview | None, x: bytes | memoryview | None, base: Bits, out: Bits
+) -> None:
+    """As `decode_bits`, of one chunk."""
+    decode_bits(Frames.of({"X20": [x20], "X": [x]}), base, out)
 
 
 def any_bits(n: int, dtype: str, seed: int) -> tuple[Bits, Bits]:
@@ -168,15 +174,6 @@ def test_what_is_not_finite_is_zero_in_a_level_that_says_it_cannot_be_used() -> 
     chunk = of_delta(delta, 1.0)
     assert chunk.residual_sq.tolist()[:4] == [np.inf] * 4
     assert approximated(chunk, "L0", 1.0, 5).tolist() == [1, 0, -1, 0, 127]
-
-
-def test_only_the_tiers_that_are_asked_for_are_there() -> None:
-    delta = deltas(100, 1)
-    frames = encode_chunk(
-        delta.view(np.uint32), np.zeros(100, np.uint32), "F32", 1e-3, 0, ("L0", "L1")
-    ).frames
-    assert list(frames) == ["L0", "L1"]
-    assert frames["L1"] == of_delta(delta, 1e-3).frames["L1"]
 
 
 def test_two_threads_encode_and_decode_the_same_bits() -> None:

@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from mergepipe_pipeline.arrays import F32Array
 from mergepipe_pipeline.checkpoints.reader import Tally
 from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TIERS, TIERS_OF, Level
-from mergepipe_pipeline.engine.sources import packed_access_sets
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.packs.elements import PackedElements, PackedPart
+from mergepipe_pipeline.packs.elements import PackedElements, PackedPart, PackReader
 from mergepipe_pipeline.packs.frames import Frames
-from mergepipe_pipeline.packs.reader import PackReader
 from mergepipe_pipeline.storage.page_buffer import PageBuffer
 from tests.engine.packed import NUMEL, PackedFamily, make_family, plan_from
 from tests.packs.approximate import quantised_at
@@ -46,7 +44,7 @@ def test_windows_of_any_length_in_any_order_read_each_frame_once(
     windows = list(pairwise([0, *sorted(cuts), NUMEL]))
     order.shuffle(windows)
     tally, found = Tally(), np.zeros(NUMEL, np.float32)
-    with PackReader(family.packs[0], packed_access_sets(plan.layers)[0], tally) as reader:
+    with PackReader(family.packs[0], tally) as reader:
         elements = PackedElements(reader, e.packed, e.digest)
         for start, stop in windows:
             for part in elements.fetch(start, stop, PageBuffer()):

@@ -11,12 +11,13 @@ import pytest
 from mergepipe_pipeline.catalog.arrow_tables import decode, encode
 from mergepipe_pipeline.catalog.seals import find_sealed, read_sealed, write_sealed
 from mergepipe_pipeline.digest import digest_json
-from mergepipe_pipeline.domain.pack import CODEC_VERSION
+from mergepipe_pipeline.domain.pack import CODEC_VERSION, TIERS
 from mergepipe_pipeline.errors import PackVersionError
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_layers
 from mergepipe_pipeline.facts.damaged_packs import refuse_damaged
-from mergepipe_pipeline.packs.index import INDEX, read_contents
+from mergepipe_pipeline.packs.index import INDEX
+from mergepipe_pipeline.packs.store import open_pack
 from mergepipe_pipeline.recipe.structure import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.verbs.gc import collect
@@ -54,7 +55,7 @@ def of_other_codec(root: Path, *, is_renamed: bool = True) -> Path:
     """
     (index,) = find_sealed(root, "index")
     table, meta = decode(read_sealed(index), str(index), INDEX)
-    name = digest_json([OTHER, meta["tiers"], sorted(read_contents(root))])
+    name = digest_json([OTHER, TIERS, sorted(open_pack(root).contents.values())])
     final = root.with_name(name) if is_renamed else root
     index.unlink()
     if is_renamed:

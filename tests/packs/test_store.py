@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TIERS, PackedTensor, TensorContent, Tier
+from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TIERS, PackedTensor
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.index import (
     SUMMED_CHUNKS,
@@ -19,7 +19,7 @@ from mergepipe_pipeline.packs.index import (
     pack_id_of,
     write_index,
 )
-from mergepipe_pipeline.packs.store import TIER_SETS, PackStore
+from mergepipe_pipeline.packs.store import PackStore
 from mergepipe_pipeline.storage.atomic import publish_dir
 
 HOWS = ("flip", "cut", "gone")
@@ -54,18 +54,15 @@ def some(*sizes: int) -> list[PackedTensor]:
     return found
 
 
-def write(
-    store: PackStore, of: Sequence[PackedTensor], tmp: Path, tiers: Sequence[Tier] = TIERS
-) -> str:
+def write(store: PackStore, of: Sequence[PackedTensor], tmp: Path) -> str:
     """Write a pack of zeros as frames; its id."""
-    pack_id = pack_id_of([t.content for t in of], tiers)
+    pack_id = pack_id_of([t.content for t in of])
     staged = tmp / "staged"
     staged.mkdir()
     for number, tier in enumerate(TIERS):
         nbytes = sum(int(t.nbytes[number].sum()) for t in of)
-        if tier in tiers:
-            frames_path(staged, tier).write_bytes(bytes(nbytes))
-    write_index(staged, store.path(pack_id), tiers, of)
+        frames_path(staged, tier).write_bytes(bytes(nbytes))
+    write_index(staged, store.path(pack_id), of)
     publish_dir(staged, store.path(pack_id))
     return pack_id
 
@@ -75,16 +72,17 @@ def test_a_pack_is_found_by_its_contents_and_tells_what_was_written(tmp_path: Pa
     pack_id = write(store, of, tmp_path)
     pack = store.find(pack_id)
     assert pack is not None
-    best = store.best([t.content for t in reversed(of)])
-    assert best is not None
-    assert best.source == pack.source
+    found_again = store.of([t.content for t in reversed(of)])
+    assert found_again is not None
+    assert found_again.source == pack.source
+    assert store.of([]) is None
     assert store.ids() == [pack_id]
     assert pack.nbytes == sum(int(t.nbytes.sum()) for t in of)
     assert list(pack.contents.values()) == [t.content for t in of]
     for tensor, (row, nbytes, residual_sq) in zip(of, pack.sizes(CHUNK_ELEMS), strict=True):
         found = pack.tensors[tensor.name]
         assert (found.content, found.unit, found.threshold_bits) == (tensor.content, 0.5, 7)
-        assert row.start_byte.tolist() == found.start_byte.tolist() == tensor.start_byte.tolist()
+        assert list(row.start_byte) == found.start_byte.tolist() == tensor.start_byte.tolist()
         for array in ("nbytes", "checksums", "residual_sq"):
             assert np.array_equal(getattr(found, array), getattr(tensor, array))
         assert np.array_equal(nbytes, tensor.nbytes)
@@ -108,31 +106,18 @@ def test_contents_determine_the_id_and_nothing_else_does() -> None:
     ids = {
         pack_id_of([one, two]),
         pack_id_of([one]),
-        pack_id_of([one, two], ("L0",)),
         pack_id_of([one, two._replace(base_digest="c" * 64)]),
         pack_id_of([one, two._replace(digest="c" * 64)]),
         pack_id_of([one, two._replace(dtype="F16")]),
     }
-    assert len(ids) == 6
-    assert pack_id_of([one, two]) == pack_id_of([two, one], TIERS[::-1])
-
-
-def test_of_several_packs_of_one_content_the_one_with_most_tiers_is_best(tmp_path: Path) -> None:
-    store, of = PackStore(tmp_path / "packs"), some(2)
-    contents: list[TensorContent] = [of[0].content]
-    write(store, of, tmp_path, ("L0",))
-    write(store, of, tmp_path, ("X20", "X"))
-    best = store.best(contents)
-    assert best is not None
-    assert best.tiers == ("X20", "X")
-    assert len(set(TIER_SETS)) == 14
-    assert TIER_SETS[0] == TIERS
+    assert len(ids) == 5
+    assert pack_id_of([one, two]) == pack_id_of([two, one])
 
 
 @pytest.mark.parametrize(
     ("file", "how"),
     [
-        *((file, how) for file in ("index", "chunks", "sums", "checksums") for how in HOWS),
+        *((file, how) for file in ("index", "chunks", "sums") for how in HOWS),
         ("L2.frames", "cut"),  # a frame that is flipped is found when it is read
         ("L2.frames", "gone"),
     ],
@@ -174,10 +159,10 @@ def test_a_sealed_index_whose_arrays_do_not_fit_its_tensors_is_refused(
     store, of = PackStore(tmp_path / "packs"), some(3, 2, 40)
     pack_id = write(store, of, tmp_path)
     root = store.path(pack_id)
-    sealed = [path for stem in ("chunks", "sums", "checksums") for path in root.glob(f"{stem}.*")]
+    sealed = [path for stem in ("chunks", "sums") for path in root.glob(f"{stem}.*")]
     for path in (*sealed, *root.glob("index.*")):
         path.unlink()
-    write_index(root, root, TIERS, [of[0], lie(of[1]), of[2]])
+    write_index(root, root, [of[0], lie(of[1]), of[2]])
     with pytest.raises(CorruptionError, match="A pack was changed after it was written"):
         _read_all(store, pack_id)
 

@@ -15,15 +15,13 @@ from hypothesis import strategies as st
 
 from mergepipe_pipeline.checkpoints.reader import Tally
 from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TIERS, Level
-from mergepipe_pipeline.engine.sources import packed_access_sets
 from mergepipe_pipeline.errors import CorruptionError, DamagedPackError
 from mergepipe_pipeline.packs import frame_files
-from mergepipe_pipeline.packs.elements import PackedElements, PackedPart
+from mergepipe_pipeline.packs.elements import PackedElements, PackedPart, PackReader
 from mergepipe_pipeline.packs.exact import Bits
 from mergepipe_pipeline.packs.frame_files import read_runs
 from mergepipe_pipeline.packs.frames import Frames
 from mergepipe_pipeline.packs.index import frames_path
-from mergepipe_pipeline.packs.reader import PackReader
 from mergepipe_pipeline.packs.together import PackedInputs, Placed, decode_together
 from mergepipe_pipeline.storage.page_buffer import PageBuffer
 from mergepipe_pipeline.storage.source import Handles
@@ -48,8 +46,7 @@ def opened(
         found = []
         for e in plan.layers[0].tasks[0].experts:
             assert e.packed is not None
-            allowed = packed_access_sets(plan.layers)[e.packed.pack]
-            reader = PackReader(family.packs[e.position], allowed, tally)
+            reader = PackReader(family.packs[e.position], tally)
             found.append(PackedElements(stack.enter_context(reader), e.packed, e.digest))
         yield found, tally
 

@@ -230,10 +230,10 @@ def test_damage_of_what_was_measured_is_found_and_mended(home: Warehouse) -> Non
     record, log = (next((home.evaluations / live).glob(f"*.{end}")) for end in ("json", "log"))
     assert verify_all(home, ["structure"]).ok
     log.write_text("another log")
-    (finding,) = verify_all(home, ["structure"], fresh=True).findings
+    (finding,) = verify_all(home, ["structure"]).findings
     assert str(log) in str(finding)
     assert repair(home).taken == (str(record),)
-    assert verify_all(home, ["structure"], fresh=True).ok
+    assert verify_all(home, ["structure"]).ok
     assert ls(home).snapshots
 
 

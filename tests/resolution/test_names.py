@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.domain.bounds import NAME
 from mergepipe_pipeline.resolution.locate import free_name
-from mergepipe_pipeline.storage.chain import NAME
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.support.family import tensors_of, write_model

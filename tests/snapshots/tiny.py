@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from mergepipe_pipeline.checkpoints.writer import ShardWriter
 from mergepipe_pipeline.domain.outcome import StoredObject
+from mergepipe_pipeline.domain.plan import Estimates
 from mergepipe_pipeline.domain.snapshot import (
     LineageEntry,
     Manifest,
@@ -29,14 +30,24 @@ PROVENANCE: dict[str, Any] = {
     "recipe_name": "tiny",
     "ref": "tiny",
     "sources": [{"name": "b", "root": "/models/b", "checkpoint_id": "0" * 24}],
-    "estimates": {
-        "strategy": "full",
-        "budget_bytes": None,
-        "expert_bytes_total": 38,
-        "expert_bytes_planned": 38,
-        "error_bound": 0.0,
-        "update_norm": 1.0,
-    },
+    "estimates": asdict(
+        Estimates(
+            budget_bytes=None,
+            strategy="full",
+            block_elems=1,
+            expert_bytes_total=38,
+            expert_bytes_planned=38,
+            blocks_total=1,
+            blocks_bought=1,
+            blocks_zero=0,
+            reads=1,
+            error_bound=0.0,
+            bound_note="",
+            predicted_error=0.0,
+            predicted_margin=None,
+            update_norm=1.0,
+        )
+    ),
     "realised": None,
 }
 

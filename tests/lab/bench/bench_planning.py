@@ -215,7 +215,7 @@ def pack_all(home: Warehouse, n_experts: int, layers: int) -> None:
             start_byte += nbytes.astype(np.int64).sum(axis=1)
         root = home.packs.path(pack_id)
         root.mkdir(parents=True)
-        write_index(root, root, TIERS, tensors)
+        write_index(root, root, tensors)
         for tier, size in zip(TIERS, start_byte.tolist(), strict=True):
             with open(frames_path(root, tier), "wb") as file:
                 file.truncate(size)

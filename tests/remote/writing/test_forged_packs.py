@@ -15,7 +15,6 @@ from mergepipe_pipeline.digest import seal, sha256_hex, unseal
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.packs.offline import OfflineExpert
 from mergepipe_pipeline.packs.portable import PortableFile, PortablePack
-from mergepipe_pipeline.verbs.pack import pack as make_pack
 from mergepipe_pipeline.verbs.pull_pack import pull_packs
 from mergepipe_pipeline.verbs.push_pack import push_pack
 from mergepipe_pipeline.verbs.register import register
@@ -187,18 +186,6 @@ def test_every_value_of_what_describes_a_pack_has_a_type_and_a_form(
     holder[place[-1]] = value
     pushed.put({"expert.json": seal(told)})
     assert "The file that describes a pack" in refused(there, pushed)
-
-
-def test_a_pack_of_exact_tiers_alone_is_taken(
-    there: Warehouse, tmp_path: Path, s3: WatchedS3, bucket: str
-) -> None:
-    write_family(tmp_path / "family")
-    other = Warehouse.at(tmp_path / "other").ensure()
-    for name in ("base", "e0"):
-        register(other, tmp_path / "family" / name, name, None if name == "base" else "base")
-    make_pack(other, ["e0"], tiers=("X20", "X"))
-    push_pack(other, "e0", f"s3://{bucket}/y")
-    assert pull_packs(there, f"s3://{bucket}/y")[0].fresh
 
 
 def test_an_expert_that_is_offline_here_is_not_taken_over_by_another_name(
