@@ -6,7 +6,6 @@ They come from the catalog; only experts that it does not know are read and anal
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.concurrency import threads
@@ -21,7 +20,6 @@ from mergepipe_pipeline.facts.group import measured_facts
 from mergepipe_pipeline.facts.passes import complete
 from mergepipe_pipeline.facts.tensor_digests import Contents
 from mergepipe_pipeline.operators import OPERATORS
-from mergepipe_pipeline.planner.packed_rows import Packs
 from mergepipe_pipeline.planner.parts import TensorFacts
 from mergepipe_pipeline.planner.plan_builder import PlanBuilder
 from mergepipe_pipeline.planner.strategies import PACKS
@@ -30,47 +28,10 @@ from mergepipe_pipeline.resolution.resolve import ResolvedRecipe
 from mergepipe_pipeline.resolution.token_rows import MadeRows, Reindexer
 from mergepipe_pipeline.warehouse import Warehouse
 
-Stats = Mapping[tuple[int, int], ExpertStats]
 #: By (expert's model number, base's, fact): where operators ask for it.
 Asked = dict[tuple[int, int, Fact], list[Sparsified]]
 #: By (expert's model number, base's).
 Experts = Mapping[tuple[int, int], AnalysedExpert]
-
-
-@dataclass(frozen=True)
-class PlanInputs:
-    """A resolved recipe with all that its planning depends on.
-
-    `models` have the rows that the output's tokenizer asks for; `digests` are of tensors, by ids of
-    checkpoints, `stats` by (expert's model number, base's). `read` are the names of the experts
-    that were analysed for it just now.
-    """
-
-    resolved: ResolvedRecipe
-    models: tuple[Model, ...]
-    digests: Mapping[str, Mapping[str, str]]
-    stats: Stats
-    facts: TensorFacts
-    read: tuple[str, ...]
-    packs: Packs | None = None
-
-    @property
-    def recipe(self) -> Recipe:
-        """The resolved recipe."""
-        return self.resolved.recipe
-
-    def builder(self) -> PlanBuilder:
-        """The planner's view of it."""
-        return PlanBuilder(
-            recipe=self.recipe,
-            models=self.models,
-            digests=self.digests,
-            stats=self.stats,
-            facts=self.facts,
-            grid=self.resolved.grid,
-            side=self.resolved.side,
-            packs=self.packs,
-        )
 
 
 def gather(
@@ -80,57 +41,49 @@ def gather(
     *,
     unnamed: Collection[str] = (),
     for_parts: bool = False,
-) -> PlanInputs:
-    """Register the recipe's checkpoints and analyse what the catalog lacks of them.
+) -> tuple[PlanBuilder, tuple[str, ...]]:
+    """Register a recipe's checkpoints (not those `unnamed`) and analyse what the catalog lacks.
 
-    Checkpoints in `unnamed` are not registered. Facts that a full merge finds by itself are
-    gathered only for a budget, or with `for_parts`, when other budgets will be looked at.
+    Gives what makes the plan, and the names of the experts that were analysed for it just now.
+    Facts that a full merge finds by itself are gathered only for a budget, or with `for_parts`,
+    when other budgets will be looked at.
     """
     recipe, models = resolved.recipe, resolved.models
     if resolved.tokenizer is not None:
         reindexer = Reindexer(recipe, resolved.originals, resolved.tokenizer)
         models = tuple(reindexer.models(MadeRows(warehouse, resolved.originals).checkpoint))
     merged = [t for t in recipe.tensors if is_merged(t, models)]
+    grid = resolved.grid
     experts = {
-        (expert, base): AnalysedExpert(
-            warehouse, models[expert], models[base], resolved.grid, pairs, progress
-        )
-        for (expert, base), pairs in pairs_of(merged).items()
+        (e, b): AnalysedExpert(warehouse, models[e], models[b], grid, pairs, progress)
+        for (e, b), pairs in pairs_of(merged).items()
     }
     read = _complete(experts, is_counted=bool(resolved.cost.analysis_bytes))
     # Packs are found by contents, and a plan does not depend on whether these were known before.
     inputs = [c for m in (*models, *resolved.originals) for c in m.checkpoints]
     digests = {c.checkpoint_id: Contents(warehouse, c, progress).digests() for c in inputs}
     (progress or Silent()).warn(*_register(warehouse.catalog, resolved, unnamed))
-    packs = _packs(warehouse, resolved, models, merged, for_parts=for_parts)
-    # Histograms are looked at one expert at a time, in `_facts`.
-    with Workers(threads.CATALOG) as workers:
-        every = workers.map(lambda e: e.stats(("hist",)), experts.values())
-        stats = dict(zip(experts, every, strict=True))
+    packs = None
+    if (for_parts or recipe.strategy in (None, PACKS)) and not resolved.request.no_packs:
+        from mergepipe_pipeline.execution.packs import find_packs
+
+        packs = find_packs(warehouse, models, merged, grid, resolved.originals)
+    stats = _stats(experts)
     measured = measured_facts(warehouse, recipe, models, merged, progress)
-    chosen = _choose_operators(recipe, merged, measured)
-    in_full = recipe.budget == Budget() and not for_parts
-    facts = TensorFacts(measured=measured, chosen=chosen)
-    _fill(facts, _asked_of_experts(recipe, models, merged, chosen), experts, in_full=in_full)
-    return PlanInputs(resolved, models, digests, stats, facts, read, packs)
-
-
-def _packs(
-    warehouse: Warehouse,
-    resolved: ResolvedRecipe,
-    models: Sequence[Model],
-    merged: Sequence[TensorRecipe],
-    *,
-    for_parts: bool,
-) -> Packs | None:
-    """The experts' packs, if the recipe's strategy reads packs, or others are looked at, too."""
-    is_wanted = for_parts or resolved.recipe.strategy in (None, PACKS)
-    if not is_wanted or resolved.request.no_packs:
-        return None
-    from mergepipe_pipeline.execution.packs import find_packs
-
-    originals = resolved.models if resolved.tokenizer is None else resolved.originals
-    return find_packs(warehouse, models, merged, resolved.grid, originals)
+    facts = TensorFacts(measured=measured, chosen=_choose_operators(recipe, merged, measured))
+    asked = _asked_of_experts(recipe, models, merged, facts.chosen)
+    _fill(facts, asked, experts, in_full=recipe.budget == Budget() and not for_parts)
+    builder = PlanBuilder(
+        recipe=recipe,
+        models=models,
+        digests=digests,
+        stats=stats,
+        facts=facts,
+        grid=grid,
+        side=resolved.side,
+        packs=packs,
+    )
+    return builder, read
 
 
 def _register(
@@ -151,6 +104,12 @@ def _register(
                 f"{c.name}: the files in {c.root} are not those that were registered "
                 f"under this name; they are version {registration.version} of it now"
             )
+
+
+def _stats(experts: Experts) -> dict[tuple[int, int], ExpertStats]:
+    with Workers(threads.CATALOG) as workers:
+        every = workers.map(lambda e: e.stats(("hist",)), experts.values())
+        return dict(zip(experts, every, strict=True))
 
 
 def _complete(experts: Experts, *, is_counted: bool) -> tuple[str, ...]:

@@ -101,9 +101,9 @@ def plan_resolved(
 ) -> MergePlan:
     """Return the plan of a checked recipe, stored; what is `registered` by name stays so."""
     unnamed = {*registered, *stages.checkpoints}
-    inputs = gather(warehouse, resolved, progress, unnamed=unnamed)
-    request = requested(resolved, inputs.digests, stages.checkpoints)
-    plan = inputs.builder().build()
+    builder, _ = gather(warehouse, resolved, progress, unnamed=unnamed)
+    request = requested(resolved, builder.digests, stages.checkpoints)
+    plan = builder.build()
     if stages.inexact:  # their errors are in this stage's inputs
         unknown = replace(
             plan.estimates,

@@ -60,9 +60,9 @@ class PlanBuilder:
         side: SideFiles,
         packs: Packs | None = None,
     ) -> None:
-        self._recipe, self._models, self._facts = recipe, models, facts
+        self.recipe, self._models, self._facts = recipe, models, facts
         self._packs = packs
-        self._grid, self._side, self._digests = grid, side, digests
+        self._grid, self._side, self.digests = grid, side, digests
         self._parts = Parts(recipe, models, stats, facts, grid)
         counts = [len(model.checkpoints) for model in models]
         self._first_source = [sum(counts[:n]) for n in range(len(counts))]
@@ -91,20 +91,20 @@ class PlanBuilder:
 
     def selection(self) -> Selection:
         """Select what the recipe's budget covers. Raises BudgetError as `select` does."""
-        strategy = self._recipe.strategy
+        strategy = self.recipe.strategy
         with_packs = self._packs is not None and strategy in (None, PACKS)
         named = None if strategy == PACKS else strategy
-        return select(self.problem(with_packs=with_packs), self._recipe.budget, named)
+        return select(self.problem(with_packs=with_packs), self.recipe.budget, named)
 
     def _experts(self) -> list[Names]:
         """Return the names of each position of the recipe."""
-        places = {(e.position, e.model): None for t in self._recipe.tensors for e in t.inputs}
-        names = {position: self._recipe.models[model].names for position, model in places}
+        places = {(e.position, e.model): None for t in self.recipe.tensors for e in t.inputs}
+        names = {position: self.recipe.models[model].names for position, model in places}
         return [names.get(n, ()) for n in range(max(names, default=-1) + 1)]
 
     def build(self) -> MergePlan:
         """Return the plan under the recipe's budget and strategy; raises as `select`."""
-        recipe = self._recipe
+        recipe = self.recipe
         selection = self.selection()
         candidates, levels = selection.problem.candidates, selection.levels
         promised = estimates(selection, recipe.budget)
@@ -146,13 +146,13 @@ class PlanBuilder:
         alive = np.bincount(c.expert, ~c.zero)
         there = np.bincount(c.expert, minlength=len(alive))
         # Among values, a model that equals the base draws the others to it.
-        is_update = OPERATORS[self._recipe.method].schema.space == "delta"
+        is_update = OPERATORS[self.recipe.method].schema.space == "delta"
         for number, names in enumerate(self._experts() if is_update else ()):
             if number < len(alive) and there[number] and not alive[number]:
                 yield f"{names[-1]} equals the base in all that is merged: it adds nothing"
         if promised.expert_bytes_planned == 0 and alive.any():
             yield "the budget is too small for any block of any expert: the result is the base"
-        if self._recipe.strategy == PACKS and promised.strategy != PACKS:
+        if self.recipe.strategy == PACKS and promised.strategy != PACKS:
             yield (
                 f"no expert has a pack, so that strategy {promised.strategy} stands for packs; "
                 "`mergepipe pack` makes them"
@@ -163,7 +163,7 @@ class PlanBuilder:
 
     def _digest(self, model: int, tensor: str) -> str:
         of = self._models[model]
-        digests = [self._digests[c.checkpoint_id] for c in of.checkpoints]
+        digests = [self.digests[c.checkpoint_id] for c in of.checkpoints]
         return view_digest(of.views[tensor], digests)
 
     def _merged_tasks(self, candidates: Candidates, levels: Levels) -> dict[str, TensorTask]:
@@ -195,10 +195,10 @@ class PlanBuilder:
             out[t.name] = TensorTask(
                 name=t.name,
                 shape=part.shape,
-                out_dtype=out_dtype(self._recipe, t, self._models),
+                out_dtype=out_dtype(self.recipe, t, self._models),
                 operator=part.operator,
                 params=part.params if experts else (),
-                seed=self._recipe.seed,
+                seed=self.recipe.seed,
                 base=self._base(t),
                 experts=tuple(experts),
                 facts=part.facts if experts else (),
@@ -214,10 +214,10 @@ class PlanBuilder:
         return TensorTask(
             name=t.name,
             shape=like.shape,
-            out_dtype=out_dtype(self._recipe, t, self._models),
+            out_dtype=out_dtype(self.recipe, t, self._models),
             operator="copy",
             params=(),
-            seed=self._recipe.seed,
+            seed=self.recipe.seed,
             base=BaseInput(self._view(*source), self._digest(*source)),
             experts=(),
         )

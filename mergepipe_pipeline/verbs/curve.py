@@ -13,11 +13,12 @@ from mergepipe_pipeline.domain.plan import NOT_FINITE, MergePlan, Source
 from mergepipe_pipeline.domain.request import RequestedModel
 from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.execution.egress import egress_of_recipe
-from mergepipe_pipeline.execution.gather import PlanInputs, gather
+from mergepipe_pipeline.execution.gather import gather
 from mergepipe_pipeline.execution.stages import merge_stages
 from mergepipe_pipeline.facts.offline import present_root
 from mergepipe_pipeline.pictures import Panel, Series, panels_picture
 from mergepipe_pipeline.planner.budget_curve import SHARES, BudgetCurve, Point, budget_curve
+from mergepipe_pipeline.planner.plan_builder import PlanBuilder
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import parse_plan
@@ -64,8 +65,8 @@ def curve(
     """
     stages = merge_stages(warehouse, parsed, progress=progress, **planning)
     resolved = stages.before(resolve_stage(warehouse, parsed, stages.checkpoints, **planning))
-    inputs = gather(warehouse, resolved, progress, unnamed=stages.checkpoints, for_parts=True)
-    return replace(_curve(inputs, shares), egress=egress_of_recipe(warehouse, resolved))
+    gathered = gather(warehouse, resolved, progress, unnamed=stages.checkpoints, for_parts=True)
+    return replace(_curve(*gathered, shares), egress=egress_of_recipe(warehouse, resolved))
 
 
 def curve_of_plan(warehouse: Warehouse, plan: MergePlan) -> RecipeCurve | None:
@@ -83,7 +84,7 @@ def curve_of_plan(warehouse: Warehouse, plan: MergePlan) -> RecipeCurve | None:
     texts = sources | {m.text: m for m in plan.request.models}
     known = {text: _checkpoint(warehouse, source) for text, source in texts.items()}
     resolved = resolve_stage(warehouse, parse_plan(plan), known, **planning_of(plan.request))
-    found = _curve(gather(warehouse, resolved, unnamed=known), SHARES)
+    found = _curve(*gather(warehouse, resolved, unnamed=known), SHARES)
     own = found.curve.chosen
     if (own.strategy, own.nbytes) != (e.strategy, e.expert_bytes_planned):
         raise NotFoundError(
@@ -103,16 +104,15 @@ def _checkpoint(warehouse: Warehouse, source: Source | RequestedModel) -> Checkp
     return recorded or open_checkpoint(root, source.name)
 
 
-def _curve(inputs: PlanInputs, shares: Sequence[float]) -> RecipeCurve:
-    recipe, builder = inputs.recipe, inputs.builder()
-    selection = builder.selection()
+def _curve(builder: PlanBuilder, read: tuple[str, ...], shares: Sequence[float]) -> RecipeCurve:
+    recipe, selection = builder.recipe, builder.selection()
     problems = builder.problems(selection)
     curve = budget_curve(problems, recipe.budget, selection, shares)
     asked = [f"{100 * s:g} %" for s in curve.left_out if s in shares and shares is not SHARES]
     pinned = f"the recipe pins more than {', '.join(asked)} of the bytes: no budget is that small"
     warnings = (*recipe.warnings, *([pinned] if asked else []))
     bound = selection.problem.bound(selection.levels)
-    return RecipeCurve(recipe.name, curve, bound.note, inputs.read, warnings=warnings)
+    return RecipeCurve(recipe.name, curve, bound.note, read, warnings=warnings)
 
 
 def records(curve: BudgetCurve) -> list[dict[str, Any]]:
