@@ -161,7 +161,6 @@ index_burst = build_burst(SHARDS.value())
 def _problem(
     warehouse: Warehouse, name: str, error: MergePipeError | OSError
 ) -> dg.AssetObservation:
-    """What the UI shows of an expert that cannot be indexed."""
     known = arrival(warehouse, name)
     return dg.AssetObservation(
         EXPERT_INDEX,

@@ -1,4 +1,4 @@
-"""What assets of recipes and searches share: how they are made, and what they carry for people."""
+"""The common parts of assets of recipes and searches: how they are made, and their labels."""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ from mergepipe_pipeline.text import visible
 
 
 def owners() -> list[str]:
-    """Who is asked about the assets."""
+    """The people and teams that are asked about the assets."""
     return list(OWNERS.value())
 
 
@@ -30,7 +30,7 @@ class Labels(TypedDict):
 
 
 def labels(file: StandingFile, *kinds: str) -> Labels:
-    """What an asset of a recipe or search carries; `kinds` are at most three.
+    """The labels of an asset of a recipe or search; `kinds` are at most three.
 
     The tag `expert/<name>` finds every asset that depends on an expert.
     """

@@ -75,7 +75,7 @@ def build_merge(file: RecipeFile, shards: int = 1) -> list[dg.AssetsDefinition]:
 
 
 def partition(layer: str) -> str:
-    """What the partition of a layer is called: `03` for `layer.03`; embed and head as they are."""
+    """The name of a layer's partition: `03` for `layer.03`; embed and head as they are."""
     return layer.removeprefix("layer.")
 
 

@@ -80,7 +80,7 @@ def recipe_metadata(file: RecipeFile) -> Mapping[str, Any]:
 
 
 def plan_metadata(plan: MergePlan, recipe_curve: RecipeCurve | None = None) -> Mapping[str, Any]:
-    """What a person asks of a plan, in this order: what it reads and loses, and what other budgets
+    """Answers to what a person asks of a plan: what it reads and loses, and what other budgets
     would; then figures, the inputs, and what each gives.
     """
     e = plan.estimates
@@ -119,7 +119,7 @@ def plan_metadata(plan: MergePlan, recipe_curve: RecipeCurve | None = None) -> M
 
 
 def budget_metadata(plan: MergePlan) -> Mapping[str, Any]:
-    """What a plan may read of the experts, and what it reads."""
+    """The bytes that a plan may read of the experts, and those that it reads."""
     e = plan.estimates
     return {
         "budget GiB": "none" if e.budget_bytes is None else gib(e.budget_bytes),
@@ -133,7 +133,7 @@ def metrics_metadata(metrics: Metrics) -> Mapping[str, float]:
 
 
 def gate_metadata(verdict: Verdict) -> Mapping[str, Any]:
-    """What a gate asks for and got, as a table; then each metric and limit as a number to plot."""
+    """A table of a gate's thresholds; then each metric and limit as a number to plot."""
     rows, figures = [], dict[str, float]()
     for f in verdict.findings:
         metric, asked = in_one_line(f.threshold.metric), f.threshold.comparison.replace("_", " ")
@@ -168,7 +168,7 @@ def report_metadata(plan: MergePlan) -> Mapping[str, Any]:
 
 
 def error_metadata(plan: MergePlan) -> Mapping[str, Any]:
-    """What the plan promises of its error, in L2 and relative to the update, and why."""
+    """The promise of a plan about its error, in L2 and relative to the update, and why."""
     e, unknown = plan.estimates, plan.estimates.no_error_note
     norms = {
         "predicted error": None if unknown else e.predicted_error,
@@ -219,7 +219,7 @@ def gib(nbytes: int) -> float:
 
 
 def merge_metadata(cost: Realised, seconds: float) -> Mapping[str, Any]:
-    """What all layers of a run cost together."""
+    """The cost of all layers of a run together."""
     return {
         "layers merged": cost.layers_executed,
         "layers reused": cost.layers_reused,
@@ -231,7 +231,7 @@ def merge_metadata(cost: Realised, seconds: float) -> Mapping[str, Any]:
 def shard_metadata(
     shard: Shard, done: Sequence[LayerOutcome], held_nbytes: int, seconds: float
 ) -> Mapping[str, Any]:
-    """What one worker merged, the most memory it held meanwhile, and what that took."""
+    """The layers that one worker merged, the most memory it held meanwhile, and what that took."""
     return {
         "shard": f"{shard.number} of {shard.count}",
         "layers": ", ".join(shard.layers) or "none",
@@ -242,7 +242,7 @@ def shard_metadata(
 
 
 def shards_metadata(records: Sequence[LayerRecord]) -> Mapping[str, Any]:
-    """What the layers of a plan cost in all, and each worker's share of it.
+    """The cost of a plan's layers in all, and each worker's share of it.
 
     The seconds are those of the worker that took longest, and of all of them.
     """
@@ -267,7 +267,7 @@ def shards_metadata(records: Sequence[LayerRecord]) -> Mapping[str, Any]:
 
 
 def layer_metadata(plan: MergePlan, layer: LayerTask, done: LayerOutcome) -> Mapping[str, Any]:
-    """What a layer is made of, by what, and what that cost."""
+    """The origins of a layer, its operators, and its cost."""
     operators = Counter(" ".join(filter(None, (t.operator, t.variant))) for t in layer.tasks)
     return {
         "reused": done.reused,
@@ -299,7 +299,6 @@ def _views(task: TensorTask) -> Sequence[TensorView]:
 
 
 def _curve_metadata(recipe_curve: RecipeCurve | None) -> Mapping[str, Any]:
-    """What other budgets and strategies would lose, in pictures and a table, or why none says."""
     if recipe_curve is None:
         return {}
     if recipe_curve.unknown:

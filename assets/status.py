@@ -42,7 +42,7 @@ def changed_status(
     first: str | None,
     now: datetime,
 ) -> list[dg.AssetMaterialization]:
-    """What shows the states if they are not what was shown last; `first` is shown without any.
+    """The event that shows the states, if others were shown last; `first` is shown without any.
 
     `tags` tell our warehouse from others, which may show a status of theirs on the same instance. A
     recipe's `since` is when the table first showed its state.
@@ -63,7 +63,6 @@ def changed_status(
 
 
 def _last(instance: dg.DagsterInstance, tags: Mapping[str, str]) -> dg.AssetMaterialization | None:
-    """What our warehouse showed last."""
     records = instance.fetch_materializations(_KEY, limit=_MOST_READ).records
     made = [r.asset_materialization for r in records]
     return next((m for m in made if m and tags.items() <= (m.tags or {}).items()), None)

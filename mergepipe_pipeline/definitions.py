@@ -84,7 +84,7 @@ def build_definitions(
 
 
 def _of_warehouse(home: Warehouse) -> dg.Definitions:
-    """What there is without any recipe; its assets say how to begin."""
+    """The definitions without any recipe; their assets say how to begin."""
     experts = experts_of(home)
     land, write = (description(text) for text in how_to_begin(home))
     begin = f"To begin, {land}; then {write}."

@@ -1,4 +1,4 @@
-"""What assets and sensors get from Dagster: the warehouse, the options of the engine, the executor.
+"""The resources of assets and sensors: the warehouse, the options of the engine, the executor.
 
 The only place where Dagster configuration becomes core values. Settings are read from the
 environment when this module is loaded, so that a wrong one stops definitions from loading.
@@ -121,7 +121,7 @@ class Engine(dg.ConfigurableResource):  # type: ignore[type-arg]
                 setting.read(str(value), f"resources > engine > config > {setting.field}")
 
     def budget_from(self, budget: str | None) -> str:
-        """Who gave a plan its budget, for people; None stands for the recipe's own."""
+        """Say who gave a plan its budget; None stands for the recipe's own."""
         if budget is None:
             return "the recipe"
         is_usual = BUDGET.text is not None and BUDGET.value() == budget

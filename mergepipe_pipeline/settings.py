@@ -55,7 +55,7 @@ class Setting(Generic[T]):
 
     @property
     def text(self) -> str | None:
-        """What the environment says; None if it says nothing. An empty variable says nothing."""
+        """The text in the environment; None if it says nothing. An empty variable says nothing."""
         return os.environ.get(self.variable) or None
 
     def value(self) -> T:

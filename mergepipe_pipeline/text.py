@@ -36,7 +36,7 @@ def visible(text: str) -> str:
 
 
 def in_one_line(text: str) -> str:
-    """As `visible`, for a cell of a table: newlines are escaped too."""
+    """Text for a cell of a table: `visible`, with newlines escaped too."""
     return _UNSAFE.sub(_escape, discreet(text)).replace("\n", "\\n")
 
 

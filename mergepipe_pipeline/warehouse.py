@@ -189,7 +189,7 @@ class Warehouse:
 
     @cached_property
     def offline(self) -> OfflineStore:
-        """What packs need beside them to stand for experts' weight files."""
+        """The records beside packs that stand for experts' weight files."""
         from mergepipe_pipeline.packs.offline import OfflineStore
 
         return OfflineStore(self.offline_dir, self.roots)
@@ -219,7 +219,7 @@ class Warehouse:
 
     @cached_property
     def leases(self) -> Leases:
-        """What work that goes on needs."""
+        """Leases on what work that goes on needs."""
         return Leases(self.leases_dir)
 
     @property
@@ -248,7 +248,7 @@ class Warehouse:
         return self.releases / f"{recipe}.{sha256[:16]}.plan"
 
     def layer_records_dir(self, recipe: str) -> Path:
-        """What each layer of that plan cost, a file per layer."""
+        """The cost of each layer of that plan, a file per layer."""
         return self.releases / f"{recipe}.layers"
 
     def release_path(self, recipe: str) -> Path:

@@ -45,7 +45,7 @@ _NEXT = {
 
 @dataclass(frozen=True, slots=True)
 class RunFailure:
-    """What failed, why, and what to do; `recipe` is "" for a run that belongs to none.
+    """A failure, its cause, and what to do; `recipe` is "" for a run that belongs to none.
 
     `run_id` is "" where nothing could be run.
     """

@@ -102,7 +102,6 @@ def _tick(
 
 
 def _waiting(landed: Sequence[InboxEntry]) -> str:
-    """What waits and why: the first of them, since every tick stores it."""
     lines = [in_one_line(f"{x.name}: {x.waiting}") for x in landed if x.waiting]
     more = len(lines) - MAX_LINES
     if more > 0:

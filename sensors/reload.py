@@ -112,7 +112,7 @@ def code_server() -> Namespace | None:
 def listening(
     command: Sequence[str], environment: os._Environ[str] | dict[str, str]
 ) -> Namespace | None:
-    """As `code_server`, from a command line and the environment that it was given."""
+    """The code server's place, from a command line and the environment that it was given."""
     if "code-server" not in command:
         return None
     names = ("port", "socket", "host")

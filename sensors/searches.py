@@ -104,7 +104,6 @@ class _Look:
                 yield from self._ask("evaluate", f"{number:04d}", partition=f"{number:04d}")
 
     def _begin_or_show(self, due: SearchDue) -> Iterator[str]:
-        """What is asked for while no run works on the search."""
         if due.begins:
             yield from self._ask("begin", str(len(due.known)))
         elif due.results and self._shown("front") != due.results:

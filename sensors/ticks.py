@@ -1,4 +1,4 @@
-"""What sensors share: how they tick and tell, and the runs that they ask for and look at.
+"""The common parts of sensors: how they tick and tell, and the runs that they ask for and look at.
 
 A run is ours if it carries the identity of our warehouse and no other code location made it: a copy
 of a warehouse has the identity of the original. A run without any, which waits in the queue, is
@@ -74,7 +74,7 @@ POOLS = ("disk_read", "disk_write")
 
 @dataclass(frozen=True)
 class Ours:
-    """What one code location may touch of an instance.
+    """The part of an instance that one code location may touch.
 
     `tags` are those of our runs; `label` names the location as Dagster's storage does, None where
     nobody says it, as to a schedule or outside of a location.
@@ -88,7 +88,7 @@ class Ours:
     def of(
         context: dg.SensorEvaluationContext | dg.ScheduleEvaluationContext, mergepipe: MergePipe
     ) -> "Ours":
-        """What is ours for a tick."""
+        """Ours as a tick sees it."""
         label = None
         if isinstance(context, dg.SensorEvaluationContext) and context.code_location_origin:
             place = context.code_location_origin.location_name
@@ -235,7 +235,6 @@ def _ending(instance: dg.DagsterInstance, run: dg.DagsterRun) -> tuple[str, Faul
 
 
 def _refusals(instance: dg.DagsterInstance, run_id: str) -> str:
-    """What the checks that a run failed say; "" if none says anything."""
     refusals = []
     for log in instance.all_logs(run_id, of_type=Event.ASSET_CHECK_EVALUATION):
         event = log.dagster_event
@@ -287,7 +286,7 @@ def asked(
     nothing: str,
     **more: Any,
 ) -> dg.SensorResult:
-    """What a tick gives: its runs, with all lines in its log, or else `nothing` as its reason."""
+    """The result of a tick: its runs, with all lines in its log, else `nothing` as its reason."""
     if not requests:
         return dg.SensorResult(skip_reason=dg.SkipReason(nothing), **more)
     context.log.info(separated(lines))

@@ -319,7 +319,7 @@ def pay_back_text(merges: int | None) -> str:
 
 
 def estimate_lines(estimates: Sequence[PackEstimate], label: str) -> list[str]:
-    """What packs that are not there would take and save, all together, for people."""
+    """Say what packs that are not there would take and save, all together."""
     if not estimates:
         return []
     total, packed = sum(p.expert_nbytes for p in estimates), sum(p.packed_nbytes for p in estimates)

@@ -1,4 +1,4 @@
-"""What all commands share: `--home`, `--json`, tables, progress, and how errors leave."""
+"""The parts that all commands share: `--home`, `--json`, tables, progress, and how errors leave."""
 
 from __future__ import annotations
 
@@ -256,12 +256,12 @@ def column_table(rows: Sequence[T], columns: Mapping[str, Callable[[T], Any]]) -
 
 
 def cells(rows: Sequence[T], columns: Mapping[str, Callable[[T], Any]]) -> list[str]:
-    """As `column_table`, after an empty line; nothing without rows."""
+    """A `column_table` after an empty line; nothing without rows."""
     return ["", *column_table(rows, columns)] if rows else []
 
 
 def section(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-    """As `table`, after an empty line; nothing without rows."""
+    """A `table` after an empty line; nothing without rows."""
     return ["", *table(headers, rows)] if rows else []
 
 

@@ -83,7 +83,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def narrow_space() -> list[str]:
-    """What to warn of before the work: a limit under which a process may end without an error."""
+    """Warnings before the work: a limit under which a process may end without an error."""
     limit_nbytes, _ = resource.getrlimit(resource.RLIMIT_AS)
     if not 0 <= limit_nbytes < _NARROW_NBYTES:
         return []

@@ -36,7 +36,7 @@ def metrics_text(metrics: Mapping[str, float]) -> str:
 
 
 def evaluation_records(warehouse: Warehouse, snapshot_id: str) -> list[dict[str, Any]]:
-    """What was measured of a snapshot, with the paths of the logs."""
+    """The evaluations of a snapshot, with the paths of the logs."""
     from mergepipe_pipeline.quality.measure import evaluations_of
 
     return [_record(warehouse, e) for e in evaluations_of(warehouse, snapshot_id)]
@@ -278,7 +278,6 @@ def pick(
 
 
 def _search(console: Console, name: str) -> Search:
-    """The search of this name, or of this file."""
     from mergepipe_pipeline.verbs.search import search_of
 
     path = Path(name)

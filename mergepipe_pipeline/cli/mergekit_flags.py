@@ -8,7 +8,7 @@ import click
 
 
 class _Flag(NamedTuple):
-    """What stands for an option of mergekit here, and whether it takes a value there."""
+    """The answer to an option of mergekit, and whether it takes a value there."""
 
     answer: str
     takes_value: bool = False

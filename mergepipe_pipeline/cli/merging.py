@@ -198,7 +198,7 @@ def plan(console: Console, recipe: str, **planning: Any) -> None:
 
 
 def plan_lines(made: MergePlan) -> list[str]:
-    """What a plan reads, and what that loses."""
+    """Say what a plan reads, and what that loses."""
     e = made.estimates
     return [
         f"plan {made.plan_id[:16]}  {made.method}, {e.strategy}",
@@ -214,7 +214,7 @@ def plan_lines(made: MergePlan) -> list[str]:
 
 
 def egress_lines(egress: Sequence[Egress], label: str) -> list[str]:
-    """What is to be fetched from each address, and what is on disk already."""
+    """Say what is to be fetched from each address, and what is on disk already."""
     lines = [
         f"{label}{e.address}: {'at most ' if e.at_most else ''}{size(e.nbytes)} in {e.requests} "
         f"request(s), {e.why}" + (f", {size(e.kept_nbytes)} on disk" if e.kept_nbytes else "")

@@ -1,1 +1,1 @@
-"""What a deployment watches and remembers: recipe files, the inbox, attempts, releases."""
+"""The memory of a deployment: recipe files, the inbox, attempts, releases."""

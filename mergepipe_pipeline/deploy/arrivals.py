@@ -1,4 +1,4 @@
-"""What became of each expert that is watched: a sealed record beside the data, compared with it.
+"""Watched experts and what became of them: a sealed record of each, compared with the data.
 
 The folders of the inbox are watched, and checkpoints elsewhere that recipes name. What `stat` tells
 of a folder's files gives a token that changes with them; no file is opened here.
@@ -155,7 +155,7 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What is known of one expert that is watched; times in seconds since 1970.
+    """The record of one expert that is watched; times in seconds since 1970.
 
     `indexed` is the token of the content that was indexed last, `stamps` its files. `index` and
     `packing` are of the content `token`; `asked` counts the runs of all contents, so that no two
@@ -239,7 +239,7 @@ def place_of(warehouse: Warehouse, name: str) -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What lies under a name at this moment: its files, when one changed last, and what is known.
+    """An expert as it lies there now: its files, when one changed last, and what is known.
 
     `token` changes with any of its files, and outside of the inbox with their place; `known` is the
     record, whose work is that on this content.
@@ -258,7 +258,7 @@ class Found:
 
 
 def found_at(warehouse: Warehouse, name: str, place: Path) -> Found:
-    """What lies at a place under a name. Raises OSError."""
+    """Look at a place under a name. Raises OSError."""
     stamps, changed_ns = stamps_of(place)
     is_landed = place.parent == warehouse.inbox
     token = token_of(stamps, None if is_landed else warehouse.roots.recorded(str(place)))
@@ -266,7 +266,7 @@ def found_at(warehouse: Warehouse, name: str, place: Path) -> Found:
 
 
 def found(warehouse: Warehouse, name: str) -> Found | None:
-    """What lies under a name; None if nothing does here. Raises OSError."""
+    """Look at an expert; None where nothing lies under the name here. Raises OSError."""
     place = place_of(warehouse, name)
     return found_at(warehouse, name, place) if place else None
 

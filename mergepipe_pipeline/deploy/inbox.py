@@ -194,7 +194,6 @@ def problem_now(warehouse: Warehouse, file: RecipeFile) -> str | None:
 
 
 def _is_coming(warehouse: Warehouse, folder: Path) -> bool:
-    """Whether the next runs of the index take a folder."""
     try:
         found = found_at(warehouse, folder.name, folder)
         if found.known.index.tries:
@@ -347,7 +346,7 @@ def reason_to_wait_for_packs(warehouse: Warehouse, file: RecipeFile) -> str | No
 
 
 class PacksWanted:
-    """What the recipes and registrations of a warehouse want now, each read once."""
+    """The packs that recipes and registrations of a warehouse want now, each read once."""
 
     def __init__(self, warehouse: Warehouse) -> None:
         self._warehouse = warehouse

@@ -54,7 +54,7 @@ def claim_instance(home: Path, url: str) -> str | None:
 
 
 def identity_of(warehouse: Warehouse) -> str:
-    """What tells a warehouse from all others on one Dagster instance: twelve hexadecimal digits.
+    """The identity of a warehouse among all on one Dagster instance: twelve hexadecimal digits.
 
     Drawn when it is first asked for, and kept: containers of two teams have their warehouses at one
     path, and machines have one warehouse at several. Where none can be kept, as before a warehouse

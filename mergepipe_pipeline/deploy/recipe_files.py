@@ -1,4 +1,4 @@
-"""What the recipe files of a warehouse ask for: models, layers of the result, or why they cannot.
+"""The recipe files of a warehouse: models, layers of the result, or why they cannot.
 
 Read from recipe text and catalog alone, so that definitions load fast and a recipe that cannot be
 used breaks nothing but itself. A `RecipeFile` names the layers that its plan will have.
@@ -88,7 +88,7 @@ class RecipeFile(StandingFile):
 
     @property
     def selected(self) -> tuple[Selected, ...]:
-        """What the selectors of all stages take."""
+        """The choices of the selectors of all stages."""
         return () if self.parsed is None else self.parsed.all_selected
 
     @property
@@ -120,7 +120,7 @@ def recipe_files(warehouse: Warehouse) -> tuple[RecipeFile, ...]:
 
 
 def names_read(warehouse: Warehouse) -> set[str]:
-    """What the recipes that can be read call their inputs: names of the catalog, if usable."""
+    """The names that readable recipes have for their inputs: names of the catalog, if usable."""
     return {name for file in _read_all(warehouse) for name in file.members}
 
 
@@ -131,7 +131,7 @@ def standing_recipes(warehouse: Warehouse) -> list[ParsedRecipe]:
 
 
 def bases_read(warehouse: Warehouse) -> dict[str, set[str]]:
-    """What the recipes that can be read merge each of their models into, by name."""
+    """The bases that readable recipes merge each of their models into, by name."""
     bases: dict[str, set[str]] = {}
     for stage in (stage for file in _read_all(warehouse) for stage in file.stages):
         refs = [r for r in stage.references if r.model not in stage.stages_used]
@@ -150,7 +150,6 @@ def yaml_files(folder: Path) -> Iterator[Path]:
 
 
 def _read_all(warehouse: Warehouse) -> Iterator[RecipeFile]:
-    """All recipe files, as texts and names alone give them."""
     choose = Registered(warehouse, warehouse.recipes)
     for path in yaml_files(warehouse.recipes):
         yield _read(warehouse, path, choose)
@@ -300,7 +299,7 @@ def not_registered(names: list[str]) -> str:
 def _known_layers(
     warehouse: Warehouse, file: RecipeFile, known: Mapping[str, Checkpoint]
 ) -> tuple[str, ...]:
-    """As `_layers`, which are found anew only where they may have changed.
+    """The layers of the result, found anew only where they may have changed.
 
     They follow from the recipe and the records of its inputs, unless one is opened by itself, as a
     pinned revision is.

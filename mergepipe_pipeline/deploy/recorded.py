@@ -1,4 +1,4 @@
-"""What a standing recipe may read: its inputs as they were indexed, and nothing else.
+"""The inputs of a standing recipe as they were indexed, and nothing else.
 
 Folders change at any moment, one file after the other, so what lies there may be half of one
 version and half of another. A recipe takes an input only if all its files are those that the

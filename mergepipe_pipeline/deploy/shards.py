@@ -24,7 +24,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 
 @dataclass(frozen=True, slots=True)
 class LayerRecord:
-    """What a layer cost in shard `shard` of the plan, and who merged it.
+    """The cost of a layer in shard `shard` of the plan, and who merged it.
 
     `worker` is a machine and a process, `held_nbytes` the most memory it had held until then.
     """
@@ -85,7 +85,7 @@ def run_recorded(
 
 
 def merged_layers(warehouse: Warehouse, recipe: str, plan: MergePlan) -> list[LayerRecord]:
-    """What the layers of a plan cost so far, over all workers and runs, in the plan's order."""
+    """The costs of a plan's layers so far, over all workers and runs, in the plan's order."""
     records = (_kept(warehouse, recipe, plan, layer.name) for layer in plan.layers)
     return [record for record in records if record is not None]
 

@@ -101,7 +101,7 @@ def how_to_begin(warehouse: Warehouse) -> tuple[str, str]:
 
 
 def first_steps(warehouse: Warehouse) -> str | None:
-    """What a person does first where there are no models or no recipes; None where both are."""
+    """Say what a person does first where there are no models or no recipes; else None."""
     land, write = how_to_begin(warehouse)
     has_models = bool(warehouse.catalog.names()) or any(warehouse.inbox.iterdir())
     has_recipes = any(yaml_files(warehouse.recipes))

@@ -1,1 +1,1 @@
-"""What a user can ask for, one verb per file. CLI, Python API and Dagster call these."""
+"""The verbs of users, a file for each subject. CLI, Python API and Dagster call these."""

@@ -77,7 +77,6 @@ def _against(
     block_elems: int | None,
     progress: Progress | None,
 ) -> Iterator[Analysis]:
-    """Analyse experts of one base together."""
     catalog = warehouse.catalog
     analysed: list[AnalysedExpert] = []
     fresh = []

@@ -40,7 +40,7 @@ MOST = 20
 def prepare(
     warehouse: Warehouse, what: str, *, metric: str | None = None, most: int = MOST
 ) -> Prepared:
-    """What tracing takes: of a standing recipe, its ref, or a recipe file that was merged.
+    """Prepare tracing a standing recipe, its ref, or a recipe file that was merged.
 
     The snapshot that the recipe gives is traced beside what its ref names, or named before if the
     snapshot was published all the same. `metric` is the one that counts, all of the gate without.
@@ -64,7 +64,7 @@ def prepare_snapshots(
     most: int = MOST,
     layers: bool = True,
 ) -> Prepared:
-    """As `prepare`, of two snapshots of a recipe that lies in `folder`."""
+    """Prepare tracing two snapshots of a recipe that lies in `folder`."""
     gate, evaluator = _gate(parsed, metric), require_evaluator(parsed)
     regression = regression_of(warehouse, folder, live, refused)
     evaluation_s = evaluate(warehouse, refused, evaluator, folder).seconds
@@ -125,7 +125,6 @@ def _merged(warehouse: Warehouse, parsed: ParsedRecipe, folder: Path) -> Snapsho
 
 
 def _live(warehouse: Warehouse, ref: str, refused: Snapshot) -> Snapshot:
-    """What a ref names; what it named before, if that is the snapshot in question."""
     version = warehouse.refs.current(ref)
     if version.snapshot_id == refused.snapshot_id:
         version = warehouse.refs.target(ref, None)
@@ -134,7 +133,7 @@ def _live(warehouse: Warehouse, ref: str, refused: Snapshot) -> Snapshot:
 
 @dataclass(frozen=True)
 class Traced:
-    """What a refusal was traced to; `quarantine` is None where no single expert is to blame."""
+    """The cause of a refusal; `quarantine` is None where no single expert is to blame."""
 
     prepared: Prepared
     bisection: Bisection

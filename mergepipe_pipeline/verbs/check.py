@@ -48,7 +48,7 @@ class Check:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Those of all stages, each once."""
+        """The warnings of all stages, each once."""
         all_warnings = (w for stage in self.stages for w in stage.recipe.warnings)
         return tuple(dict.fromkeys(all_warnings))
 
@@ -71,7 +71,7 @@ def check(warehouse: Warehouse, parsed: ParsedRecipe, **planning: Unpack[Plannin
 
 
 def estimates_of_recipe(warehouse: Warehouse, resolved: ResolvedRecipe) -> tuple[PackEstimate, ...]:
-    """Those of experts that are analysed and have no pack. Reads samples, writes nothing."""
+    """Estimate packs of experts that are analysed and have none. Reads samples, writes nothing."""
     recipe, originals = resolved.recipe, resolved.originals
     if recipe.base is None:
         return ()
@@ -84,7 +84,6 @@ def estimates_of_recipe(warehouse: Warehouse, resolved: ResolvedRecipe) -> tuple
 
 
 def _packed(warehouse: Warehouse, resolved: ResolvedRecipe) -> PackedCost | None:
-    """What packs spare the merge of a stage; None without packs, or where none are to be read."""
     recipe, models = resolved.recipe, resolved.models
     if resolved.request.no_packs or recipe.strategy not in (None, PACKS):
         return None

@@ -221,7 +221,7 @@ def _changes(
 
 
 def _bases(warehouse: Warehouse, full: Snapshot) -> _Bases:
-    """What the full plan merges on; nothing where it or a base is gone or is not what it was."""
+    """The bases of the full plan; nothing where it or one is gone or is not what it was."""
     try:
         plan = load_plan(warehouse, full.manifest.plan_id)
     except NotFoundError:
@@ -259,7 +259,7 @@ def full_plan_id(plan: MergePlan) -> str:
 
 
 def known_comparison(warehouse: Warehouse, plan: MergePlan) -> Comparison | None:
-    """What `compare` found for a plan's result and the full merge, or None. Reads no weight."""
+    """The comparison of a plan's result with the full merge, if there was one. Reads no weight."""
     full = full_plan_id(plan)
     facts = warehouse.catalog.facts(full, plan.plan_id).fact(FACT)
     return _comparison(plan.plan_id, full, facts) if facts else None
@@ -347,7 +347,7 @@ class Difference:
 def diff(
     warehouse: Warehouse, before: str, after: str, progress: Progress | None = None
 ) -> Difference:
-    """What changed between two snapshots, each named as `snapshot_named` says.
+    """The changes between two snapshots, each named as `snapshot_named` says.
 
     Raises NotFoundError, CorruptionError, CheckpointChangedError.
     """

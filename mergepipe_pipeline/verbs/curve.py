@@ -170,7 +170,7 @@ def bound_percent(curve: BudgetCurve, p: Point) -> str:
 
 
 def sentence(plan: MergePlan) -> str:
-    """What a plan reads of its experts, and what that is predicted to lose."""
+    """Say what a plan reads of its experts, and what that is predicted to lose."""
     e = plan.estimates
     unit, nbytes = byte_unit(e.expert_bytes_total)
     read, total = (f"{n / nbytes:.3g}" for n in (e.expert_bytes_planned, e.expert_bytes_total))

@@ -1,4 +1,4 @@
-"""What a standing pipeline does with a recipe: plan, merge, measure, judge and release it.
+"""The verbs of a standing recipe: plan, merge, measure, judge and release it.
 
 A recipe's wanted state is a digest of what it says and of its inputs' contents as indexed. It is
 compared with the state recorded at the last release, so no event can be missed and none is acted on
@@ -109,7 +109,7 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """What a recipe last released; `sequence` counts its releases."""
+    """The last release of a recipe; `sequence` counts its releases."""
 
     recipe: str
     sequence: int
@@ -124,7 +124,7 @@ def current(file: RecipeFile) -> Standing:
 
 
 def due(warehouse: Warehouse, file: RecipeFile) -> Due | Standing:
-    """What a recipe's next release would be, or where the recipe is that none is to be made now.
+    """The next release of a recipe, or where the recipe is that none is to be made now.
 
     An evaluator that is not there could not measure what is merged, and a record that cannot be
     read says nothing: such a recipe cannot be used, and stops no other one.
@@ -309,7 +309,7 @@ def snapshot_recipe(
 def _working(
     warehouse: Warehouse, recipe: str, *, shared: bool = False
 ) -> Iterator[tuple[WorkingPlan, MergePlan]]:
-    """What is current of a recipe, for nobody else to change, and its plan with all it needs."""
+    """The current work of a recipe, for nobody else to change, and its plan with all it needs."""
     with lease_recipe(warehouse, recipe, shared=shared):
         working = working_plan(warehouse, recipe)
         plan = _planned(warehouse, recipe, working)
@@ -401,7 +401,7 @@ def release_recipe(warehouse: Warehouse, file: RecipeFile) -> tuple[Ref, Release
 
 
 def last_release(warehouse: Warehouse, recipe: str) -> Release | None:
-    """What the recipe released last, or None; a damaged record is said and counts as none."""
+    """The recipe's last release, or None; a damaged record is said and counts as none."""
     return kept_record(warehouse.release_path(recipe), Release)
 
 

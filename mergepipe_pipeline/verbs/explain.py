@@ -30,7 +30,7 @@ _TOKEN_ROWS = re.compile(r"token-rows-[0-9a-f]+")
 
 @dataclass(frozen=True, slots=True)
 class ReadShare:
-    """What a plan reads of one expert in one place (a layer, a tensor, or all of it), in bytes.
+    """The bytes that a plan reads of one expert in one place: a layer, a tensor, or all of it.
 
     Of what it reads, `nbytes_packed` are of packs.
     """
@@ -45,7 +45,7 @@ class ReadShare:
 
 @dataclass(frozen=True, slots=True)
 class LevelShare:
-    """What a plan reads at one level, "stored" for experts' stored elements.
+    """The reads of a plan at one level, "stored" for experts' stored elements.
 
     `blocks` of the plan's grid, elements, and bytes.
     """
@@ -58,7 +58,7 @@ class LevelShare:
 
 @dataclass(frozen=True, slots=True)
 class OperatorChoice:
-    """What makes one output tensor; `variant` "" for none, `reason` "" where the recipe says it."""
+    """The operator of an output tensor; `reason` is "" where the recipe names it."""
 
     tensor: str
     layer: str
@@ -69,7 +69,7 @@ class OperatorChoice:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """What was expected and what came: bytes, L2 norms, seconds; None for unknown."""
+    """A figure as it was expected and as it came: bytes, L2 norms, seconds; None for unknown."""
 
     figure: str
     expected: float | None
@@ -131,7 +131,7 @@ def explain(warehouse: Warehouse, what: str) -> Explanation:
 
 
 def figures(explanation: Explanation) -> list[Figure]:
-    """What was expected of a plan or snapshot and what came; nothing where no recipe made it."""
+    """The figures of a plan or snapshot, expected and realised; nothing where no recipe made it."""
     made, plan = explanation.provenance, explanation.plan
     e = asdict(plan.estimates) if plan and not made else made.get("estimates")
     if e is None:
@@ -154,7 +154,7 @@ def figures(explanation: Explanation) -> list[Figure]:
 
 
 def read_shares(plan: MergePlan, by: str) -> list[ReadShare]:
-    """What a plan reads of each expert, by "expert", "layer" or "tensor", in plan order."""
+    """The reads of a plan of each expert, by "expert", "layer" or "tensor", in plan order."""
     sums: dict[tuple[str, str], list[int]] = {}
     for layer in plan.layers:
         for task in layer.tasks:
@@ -170,7 +170,7 @@ def read_shares(plan: MergePlan, by: str) -> list[ReadShare]:
 
 
 def shares_table(shares: Sequence[ReadShare]) -> Table:
-    """What is read of each expert, by place if there are places."""
+    """A table of read shares by expert, and by place if there are places."""
     by_place = any(s.place for s in shares)
     rows = [
         (
@@ -193,7 +193,7 @@ def selected_table(selected: Sequence[Selected]) -> Table:
 
 
 def level_shares(plan: MergePlan) -> list[LevelShare]:
-    """What a plan reads at each level, from coarse to exact; nothing of a plan without packs.
+    """The reads of a plan at each level, from coarse to exact; nothing of a plan without packs.
 
     Low-rank updates are read besides.
     """
@@ -215,7 +215,7 @@ def level_shares(plan: MergePlan) -> list[LevelShare]:
 
 
 def operator_choices(plan: MergePlan) -> list[OperatorChoice]:
-    """What makes each output tensor, in plan order; `copy` takes it as it is."""
+    """The operator of each output tensor, in plan order; `copy` takes it as it is."""
     return [
         OperatorChoice(task.name, layer.name, task.operator, task.variant, task.reason)
         for layer in plan.layers

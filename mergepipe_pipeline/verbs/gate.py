@@ -1,4 +1,4 @@
-"""What stands between a snapshot and its ref: measure, hold against the gate, refuse or promote.
+"""The gate between a snapshot and its ref: measure, judge, refuse or promote.
 
 A refused snapshot keeps its files until a collection, and a standing recipe remembers what it
 refused, so that nobody asks again for the same.
@@ -129,7 +129,7 @@ def _since(warehouse: Warehouse, live: Ref, snapshot: Snapshot) -> str:
 
 
 def what_changed(warehouse: Warehouse, ref: Ref) -> str:
-    """What a version of a ref changed since the last version of another snapshot, in a sentence.
+    """Say what a version of a ref changed since the last version of another snapshot.
 
     Raises CorruptionError where the version itself cannot be read.
     """
@@ -147,7 +147,7 @@ def what_changed(warehouse: Warehouse, ref: Ref) -> str:
 
 
 def metrics_of(warehouse: Warehouse, file: RecipeFile, ref: Ref) -> Metrics:
-    """What the recipe's evaluator measured of a version; empty where it did not, or is gone."""
+    """The metrics of a version by the recipe's evaluator; empty where it did not, or is gone."""
     evaluator, found = file.recipe.evaluator, None
     if evaluator is not None:
         with suppress(MergePipeError):
@@ -156,7 +156,7 @@ def metrics_of(warehouse: Warehouse, file: RecipeFile, ref: Ref) -> Metrics:
 
 
 def live_ref(warehouse: Warehouse, ref: str) -> Ref | None:
-    """What a ref names at present; None for a ref without a version. Raises CorruptionError."""
+    """The current version of a ref; None for a ref without a version. Raises CorruptionError."""
     try:
         return warehouse.refs.current(ref)
     except NotFoundError:
@@ -251,7 +251,7 @@ def refused_before(warehouse: Warehouse, file: RecipeFile, wanted: str) -> Refus
 
 
 def refusal(warehouse: Warehouse, recipe: str) -> Refusal | None:
-    """What the recipe's gate refused last; None for nothing, or what cannot be read any more."""
+    """The last refusal of the recipe's gate; None for none, or one that cannot be read any more."""
     return kept_record(warehouse.refusal_path(recipe), Refusal)
 
 

@@ -141,7 +141,6 @@ def _download(
     staged: Path,
     progress: Progress,
 ) -> None:
-    """Put the files of a model at an address into a folder."""
     if isinstance(source, FetchedAhead):
         source.expect(FileRange(name, 0, nbytes) for name, nbytes in sizes.items())
     with progress.task(f"download {checkpoint.name}", sum(sizes.values())) as advance:
@@ -163,7 +162,7 @@ def _staged(warehouse: Warehouse, name: str) -> Iterator[Path]:
 
 
 def half_landed(warehouse: Warehouse, living: Collection[str]) -> Iterator[Path]:
-    """What landings of dead processes left in the inbox; `living` are the names of leases.
+    """Leftovers of landings of dead processes in the inbox; `living` are the names of leases.
 
     The older version that a killed landing put aside stays while nothing is in its place.
     """

@@ -39,7 +39,7 @@ _Row = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What a warehouse holds, as rows for people and machines.
+    """The contents of a warehouse, as rows for people and machines.
 
     Rows of `checkpoints` have `pack_nbytes` of the largest pack, if there is one, and where `pack
     --replace` moved the files. Snapshots come in the order of their time.

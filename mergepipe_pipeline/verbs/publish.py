@@ -60,7 +60,6 @@ def publish(
 def _mirror(
     warehouse: Warehouse, snapshot: Snapshot, ref: str, reason: str, progress: Progress
 ) -> None:
-    """Publish in the bucket, too, if there is one."""
     if warehouse.mirror is None:
         return
     total = sum(s.nbytes for s in snapshot.manifest.shards)
@@ -97,7 +96,6 @@ def rollback(
 
 
 def _refuse_collected(warehouse: Warehouse, target: Ref) -> None:
-    """Raise NotFoundError if what a version names was removed by a collection."""
     if is_collected(warehouse, target):
         raise NotFoundError(
             "What a version of a ref named was collected",

@@ -247,6 +247,5 @@ def _facts(manifest: Manifest) -> dict[str, str]:
 
 
 def _contents(anew: Warehouse, snapshot: Snapshot) -> dict[str, str]:
-    """The digests of tensors, in whatever files they lie."""
     digests = Contents(anew, open_checkpoint(snapshot.path, "result")).digests()
     return {f"tensor {name}": digest for name, digest in sorted(dict(digests).items())}

@@ -27,8 +27,8 @@ from mergepipe_pipeline.recipe.references import parse_reference
 from mergepipe_pipeline.recipe.yaml_text import MAX_NBYTES
 from mergepipe_pipeline.search.candidate import Candidates, evaluate
 from mergepipe_pipeline.search.front import Bound, Front, cheapest, front, front_picture, ref_name
-from mergepipe_pipeline.search.ledger import Ledger, Prior, Proposal, Result, Search, searches
-from mergepipe_pipeline.search.loop import SearchState, Tell, propose, run_search, state_of
+from mergepipe_pipeline.search.ledger import Ledger, Prior, Result, Search, searches
+from mergepipe_pipeline.search.loop import SearchState, propose, run_search, state_of
 from mergepipe_pipeline.search.prior import search_prior
 from mergepipe_pipeline.search.search_file import SearchFile, parse_search
 from mergepipe_pipeline.search.start import (
@@ -47,33 +47,16 @@ __all__ = [
     "Bound",
     "Front",
     "Prior",
-    "Proposal",
     "Result",
     "Search",
     "SearchCost",
-    "SearchDue",
     "SearchState",
-    "StandingSearch",
-    "Tell",
-    "begin",
     "begin_search",
-    "due_of",
-    "evaluate",
-    "evaluate_candidate",
     "front",
     "front_picture",
-    "pick",
-    "propose",
-    "publish_front",
     "read_search",
-    "results_token",
     "run_search",
     "search_cost",
-    "search_of",
-    "search_prior",
-    "searches",
-    "standing_searches",
-    "start_search",
     "state_of",
 ]
 
@@ -147,7 +130,7 @@ class StandingSearch(StandingFile):
 
 @dataclass(frozen=True, slots=True)
 class SearchDue:
-    """What a standing search asks for at present.
+    """The work that a standing search asks for at present.
 
     `begins`: that its prior is made and candidates are proposed, as none is pending. `waiting` are
     candidates that nobody evaluates, `known` all that are proposed. `results` changes with every
@@ -179,8 +162,9 @@ def standing_searches(
 
 
 def due_of(warehouse: Warehouse, standing: StandingSearch) -> SearchDue:
-    """What a usable search asks for. Raises RecipeError for a file that is not what it began
-    with, CorruptionError for a damaged fact.
+    """The work that a usable search asks for.
+
+    Raises RecipeError for a file that is not what it began with, CorruptionError.
     """
     if standing.name not in searches(warehouse):
         return SearchDue(True, (), (), "", False, "it is to begin")
@@ -229,7 +213,7 @@ def evaluate_candidate(
 
 
 def results_token(warehouse: Warehouse, standing: StandingSearch) -> str:
-    """What changes with every result of a search; "" while there is none."""
+    """A token that changes with every result of a search; "" while there is none."""
     results = Ledger(warehouse, standing.name).results()
     return digest_json([[n, r.ended] for n, r in sorted(results.items())])[:16] if results else ""
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from mergepipe_pipeline.search.ledger import Ledger
-from mergepipe_pipeline.verbs.search import front, search_of, searches
+from mergepipe_pipeline.search.ledger import Ledger, searches
+from mergepipe_pipeline.verbs.search import front, search_of
 from tests.search.world import World
 
 #: What a process that is forked finds loaded: it takes the time of ten starts otherwise.

@@ -25,25 +25,23 @@ from mergepipe_pipeline.errors import (
     RecipeError,
     SearchError,
 )
-from mergepipe_pipeline.search.candidate import Candidates, Merged
-from mergepipe_pipeline.search.ledger import Ledger
+from mergepipe_pipeline.search.candidate import Candidates, Merged, evaluate
+from mergepipe_pipeline.search.ledger import Ledger, searches
+from mergepipe_pipeline.search.loop import propose
+from mergepipe_pipeline.search.prior import search_prior
+from mergepipe_pipeline.search.start import start_search
 from mergepipe_pipeline.snapshots.find import list_snapshots
 from mergepipe_pipeline.verbs.gc import collect
 from mergepipe_pipeline.verbs.repair import repair
 from mergepipe_pipeline.verbs.search import (
     Bound,
-    evaluate,
     front,
     pick,
-    propose,
     publish_front,
     read_search,
     run_search,
     search_cost,
     search_of,
-    search_prior,
-    searches,
-    start_search,
     state_of,
 )
 from mergepipe_pipeline.verbs.verify import verify_all
