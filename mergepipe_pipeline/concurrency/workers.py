@@ -35,13 +35,9 @@ class TaskQueue(Generic[R]):
         future.set_result(result)
         self._futures.append(future)
 
-    def pop(self) -> Callable[[], R]:
-        """Take the first task; calling what this returns waits for its result or error."""
-        return self._futures.popleft().result
-
     def take(self) -> R:
         """Take the first task and wait for it; returns its result or raises its error."""
-        return self.pop()()
+        return self._futures.popleft().result()
 
     def ready(self, max_waiting: int) -> Iterator[R]:
         """Take results until at most `max_waiting` tasks are left and the first one still runs."""

@@ -296,7 +296,7 @@ class SourcePool:
         if when == "merge":
             return SecondReading(files, held)
         past = LocalSource(self._plan.sources[number].root, "once")
-        return FirstReading(self._stack.enter_context(past), files, held, self._held)
+        return FirstReading(files, held, self._stack.enter_context(past), self._held)
 
     def _open_pack(self, number: int, before: bool) -> PackReader:
         tally = Tally() if before else self._tallies[True]

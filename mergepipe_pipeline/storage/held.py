@@ -7,6 +7,7 @@ filling the page cache takes more of a core than reading past it.
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import partial
@@ -100,16 +101,11 @@ class HeldFiles:
 
 
 @dataclass(frozen=True, slots=True)
-class FirstReading:
-    """Files whose bytes are held where there is room, read `past` the page cache.
+class _Reading(ABC):
+    """Files of which some bytes are held: others come from `source`, as from the files."""
 
-    Others are read from `source` as from the files themselves.
-    """
-
-    past: LocalSource
     source: LocalSource
     files: HeldFiles
-    held: HeldBytes
 
     def size(self, path: str) -> int:
         """The files' own."""
@@ -119,16 +115,28 @@ class FirstReading:
         """The files' own."""
         return self.source.mtime_ns(path)
 
-    def will_need(self, path: str, start_byte: int, nbytes: int) -> None:
-        """Nothing: that would be through the page cache."""
-
     def read_into(self, path: str, start_byte: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `start_byte`, and hold a copy if there is room."""
+        """Fill `buffer` from `start_byte`. Raises CheckpointChangedError past the end."""
         with ReadBatch() as batch:
             self.put(batch, path, start_byte, buffer)
 
+    @abstractmethod
     def put(self, batch: ReadBatch, path: str, start_byte: int, buffer: memoryview) -> None:
         """Do as `read_into` when the batch runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstReading(_Reading):
+    """Holds bytes where there is room, and reads these `past` the page cache."""
+
+    past: LocalSource
+    held: HeldBytes
+
+    def will_need(self, path: str, start_byte: int, nbytes: int) -> None:
+        """Nothing: that would be through the page cache."""
+
+    def put(self, batch: ReadBatch, path: str, start_byte: int, buffer: memoryview) -> None:
+        """Do as `read_into` when the batch runs, and hold a copy if there is room."""
         nbytes = len(buffer)
         copy = self._room_for(path, start_byte, nbytes)
         if copy is None:
@@ -153,29 +161,13 @@ class FirstReading:
 
 
 @dataclass(frozen=True, slots=True)
-class SecondReading:
-    """Files of which some bytes are held: others come from `source`."""
-
-    source: LocalSource
-    files: HeldFiles
-
-    def size(self, path: str) -> int:
-        """The files' own."""
-        return self.source.size(path)
-
-    def mtime_ns(self, path: str) -> int:
-        """The files' own."""
-        return self.source.mtime_ns(path)
+class SecondReading(_Reading):
+    """Reads bytes that are held again, and lets them go."""
 
     def will_need(self, path: str, start_byte: int, nbytes: int) -> None:
         """Say which of these bytes will be read from the files."""
         for start, stop in self._gaps(path, start_byte, start_byte + nbytes)[1]:
             self.source.will_need(path, start, stop - start)
-
-    def read_into(self, path: str, start_byte: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `start_byte`. Raises CheckpointChangedError past the end."""
-        with ReadBatch() as batch:
-            self.put(batch, path, start_byte, buffer)
 
     def put(self, batch: ReadBatch, path: str, start_byte: int, buffer: memoryview) -> None:
         """Do as `read_into` when the batch runs."""

@@ -64,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def readings(folder: Path, nbytes: int) -> tuple[HeldBytes, Counted, FirstReading, SecondReading]:
     held, source = HeldBytes(nbytes), Counted(folder)
     files = HeldFiles(held)
-    return held, source, FirstReading(source, source, files, held), SecondReading(source, files)
+    return held, source, FirstReading(source, files, source, held), SecondReading(source, files)
 
 
 def read(
