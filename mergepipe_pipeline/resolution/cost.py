@@ -19,7 +19,6 @@ from mergepipe_pipeline.domain.output import is_kept, is_merged
 from mergepipe_pipeline.domain.recipe import Recipe, pairs_of
 from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.dtypes import FLOATING, itemsize
-from mergepipe_pipeline.facts.analysed import AnalysedExpert
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.planner.constraints import lacks_base
 from mergepipe_pipeline.warehouse import Warehouse
@@ -89,6 +88,9 @@ def _unknown_nbytes(
     grid: BlockGrid,
 ) -> int:
     """Bytes to read for what is not known yet."""
+    # It loads Numba, which looking for checkpoints does without.
+    from mergepipe_pipeline.facts.analysed import AnalysedExpert
+
     nbytes = 0
     base_nbytes: dict[tuple[int, str], int] = {}  # read once for all experts
     paired = {expert for expert, _ in pairs}
