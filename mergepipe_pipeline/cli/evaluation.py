@@ -226,7 +226,11 @@ def _teller(console: Console, search: Search) -> Any:
             click.echo(json.dumps(line), err=True)
             return
         outcome = metrics_text(result.metrics) or f"failed: {in_one_line(result.failure)}"
-        layers = "" if result.merge is None else f" ({result.merge.layers_merged} layers merged)"
+        layers = (
+            ""
+            if result.merge is None
+            else f" ({counted(result.merge.layers_merged, 'layer')} merged)"
+        )
         text = f"{state.done} of {state.evaluations}: candidate {result.number}{layers}: {outcome}"
         click.echo(visible(text), err=True)
 
@@ -342,7 +346,7 @@ def _front_lines(front: Front) -> Sequence[str]:
     lines = [*table(headers, rows), "", f"{heading}{front.hypervolume:.4f}"]
     if spent:
         lines.append(
-            f"a candidate merged {spent['mean_layers_merged']:.1f} layers and took over "
+            f"a candidate merged {spent['mean_layers_merged']:.1f} layers and reused "
             f"{spent['mean_layers_reused']:.1f}; it read {size(spent['mean_nbytes_read'])} "
             f"({size(spent['mean_scratch_nbytes'])} from scratch), and took "
             f"{spent['mean_merge_s']:.1f} s to merge and {spent['mean_evaluation_s']:.1f} s to "

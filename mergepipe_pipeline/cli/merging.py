@@ -197,13 +197,17 @@ def plan(console: Console, recipe: str, **planning: Any) -> None:
     )
 
 
+def _allowed(budget_bytes: int | None) -> str:
+    return "" if budget_bytes is None else f" (budget {size(budget_bytes)})"
+
+
 def plan_lines(made: MergePlan) -> list[str]:
     """Say what a plan reads, and what that loses."""
     e = made.estimates
     return [
         f"plan {made.plan_id[:16]}  {made.method}, {e.strategy}",
         f"  expert bytes   {size(e.expert_bytes_planned)} of {size(e.expert_bytes_total)}"
-        f" (budget {size(e.budget_bytes)})",
+        f"{_allowed(e.budget_bytes)}",
         *packed_lines(made, "  from packs     "),
         f"  blocks         {e.blocks_bought} bought, {e.blocks_zero} known to be zero, "
         f"{e.blocks_total - e.blocks_bought - e.blocks_zero} left of {e.blocks_total}",
@@ -323,7 +327,7 @@ def _merged_lines(merged: Merged) -> list[str]:
         f"snapshot {s['snapshot_id']}",
         f"  layers        {s['layers_executed']} executed, {s['layers_reused']} reused",
         f"  expert bytes  {size(s['expert_bytes_read'])} read, {size(s['expert_bytes_planned'])} "
-        f"planned of {size(s['expert_bytes_total'])} (budget {size(s['budget_bytes'])})",
+        f"planned of {size(s['expert_bytes_total'])}{_allowed(s['budget_bytes'])}",
         *packed_lines(outcome.plan, "  from packs    "),
         f"  base bytes    {size(s['base_bytes_read'])} read, {size(s['bytes_written'])} written",
         *(

@@ -189,7 +189,7 @@ class RefStore:
                 "No such ref",
                 where=str(self._refs),
                 found=repr(name),
-                expected=", ".join(self.names()) or "none exists yet",
+                expected=", ".join(self.names()) or "a ref that exists: nothing is published yet",
                 next_step="publish a snapshot with `mergepipe publish ID --ref NAME`",
             )
         return self._ref(name, *current)

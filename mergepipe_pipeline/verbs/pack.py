@@ -145,7 +145,10 @@ def _pair(
             found=f"one of kind {registration.checkpoint.kind}",
             next_step="leave it out",
         )
-    return registration.name, locate_registered(warehouse, base_name).name
+    base_name = locate_registered(warehouse, base_name).name
+    if base and registration.base is None:  # it was given: later commands need not be told again
+        warehouse.catalog.register(registration.checkpoint, base_name, is_meant=True)
+    return registration.name, base_name
 
 
 def _mismatch(expert: Model, base: Model) -> str:

@@ -141,3 +141,11 @@ def test_gc_never_collects_the_pack_of_an_expert_that_is_away(tmp_path: Path) ->
     shutil.copytree(tmp_path / "cold" / "e0", tmp_path / "e0", dirs_exist_ok=True)
     collect(warehouse, older_than_s=0)
     assert warehouse.packs.ids() == []
+
+
+def test_a_base_that_was_given_once_is_known_afterwards(home: Warehouse, tmp_path: Path) -> None:
+    write(tmp_path / "base", "base", base_tensors())
+    write(tmp_path / "expert", "expert", expert_tensors(base_tensors()))
+    (made,) = pack(home, [str(tmp_path / "expert")], base=str(tmp_path / "base"))
+    (again,) = pack(home, ["expert"])
+    assert (again.pack_id, again.fresh) == (made.pack_id, False)
