@@ -40,6 +40,8 @@ from mergepipe_pipeline.resolution.plain_numbers import (
 )
 from mergepipe_pipeline.resolution.task_heads import as_classifier, refuse_language_base
 
+#: What a checkpoint holds that is no whole model.
+_KINDS = {"adapter": "an adapter", "delta": "deltas"}
 #: Adds to an error which model it is about.
 Placed = Callable[[MergePipeError, ModelRef], MergePipeError]
 
@@ -130,7 +132,7 @@ def _base_model(text: str, checkpoints: tuple[Checkpoint, ...]) -> Model:
             "The base model is not a whole model",
             where=f"base_model {text!r}, {first.root}",
             expected="full weights, or MODEL+ADAPTER",
-            found="an adapter alone" if first.kind == "adapter" else "deltas alone",
+            found=f"{_KINDS[first.kind]} alone",
             next_step="give the model that it was made from as base_model, and list this one "
             "under models",
         )
@@ -145,7 +147,13 @@ def _model(checkpoints: tuple[Checkpoint, ...], base: Model | None) -> Model:
         if on_base:
             return _on_base(adapters[0], base)
         if first.kind != "full":
-            raise _adapter_on_part(first, adapters[0])
+            raise IncompatibleCheckpointsError(
+                "What stands before the `+` is no model that an adapter could be laid on",
+                where=f"{first.root}+{adapters[0].root}",
+                expected="a folder with full weights before the `+`",
+                found=f"{_KINDS[first.kind]} alone",
+                next_step="list both as models of their own, on a base_model",
+            )
         return _adapted(_full(first), adapters[0])
     return _full(first) if first.kind == "full" else _on_base(first, base)
 
@@ -163,7 +171,13 @@ def _full(checkpoint: Checkpoint) -> Model:
 def _on_base(checkpoint: Checkpoint, base: Model | None) -> Model:
     """An adapter or delta alone: only the tensors it changes."""
     if base is None:
-        raise _needs_base(checkpoint)
+        raise IncompatibleCheckpointsError(
+            f"A checkpoint that holds only {_KINDS[checkpoint.kind]} needs a model to add it to",
+            where=checkpoint.root,
+            expected="base_model in the recipe, or MODEL+ADAPTER as the model's name",
+            found="neither",
+            next_step="add base_model, or write the model before a `+`",
+        )
     if checkpoint.kind == "delta":
         views = delta_views(checkpoint)
         return Model(checkpoint.name, (checkpoint,), views, is_partial=True)
@@ -285,27 +299,6 @@ def _refuse_other_rows(model: Model, adapter: Checkpoint, views: Mapping[str, Te
             found=", ".join(f"{n} in {name}" for name, n in rows.items()),
             next_step=f"put the model with the enlarged vocabulary in place of {model.name}",
         )
-
-
-def _adapter_on_part(first: Checkpoint, adapter: Checkpoint) -> IncompatibleCheckpointsError:
-    return IncompatibleCheckpointsError(
-        "What stands before the `+` is no model that an adapter could be laid on",
-        where=f"{first.root}+{adapter.root}",
-        expected="a folder with full weights before the `+`",
-        found="an adapter alone" if first.kind == "adapter" else "deltas alone",
-        next_step="list both as models of their own, on a base_model",
-    )
-
-
-def _needs_base(checkpoint: Checkpoint) -> IncompatibleCheckpointsError:
-    return IncompatibleCheckpointsError(
-        f"A checkpoint that holds only {'an adapter' if checkpoint.kind == 'adapter' else 'deltas'}"
-        " needs a model to add it to",
-        where=checkpoint.root,
-        expected="base_model in the recipe, or MODEL+ADAPTER as the model's name",
-        found="neither",
-        next_step="add base_model, or write the model before a `+`",
-    )
 
 
 def packable(expert: Model, base: Model) -> tuple[Model, Model]:

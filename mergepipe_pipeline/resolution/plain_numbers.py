@@ -45,9 +45,8 @@ def refuse_coded(models: Sequence[Model]) -> None:
 
 def coded_problem(models: Sequence[Model]) -> IncompatibleCheckpointsError | None:
     """The refusal of the first whole model that is stored as codes; None where there is none."""
-    coded = (m.checkpoint for m in models if m.checkpoint.form is not None and not m.is_partial)
-    first = next(coded, None)
-    return coded_error(first, first.form) if first is not None and first.form else None
+    whole = (m.checkpoint for m in models if not m.is_partial)
+    return next((coded_error(c, c.form) for c in whole if c.form is not None), None)
 
 
 def refuse_coded_arithmetic(recipe: Recipe, models: Sequence[Model]) -> None:

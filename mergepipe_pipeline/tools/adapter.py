@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from mergepipe_pipeline import bfloat16
 from mergepipe_pipeline.arrays import F32Array
 from mergepipe_pipeline.checkpoints.adapter_config import CONFIG as ADAPTER_CONFIG
 from mergepipe_pipeline.checkpoints.adapter_names import PREFIX
 from mergepipe_pipeline.checkpoints.header import Described
 from mergepipe_pipeline.checkpoints.open_checkpoint import ADAPTER_WEIGHTS
+from mergepipe_pipeline.checkpoints.stored import as_float32
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.domain.layers import embedding_like, is_buffer, layer_index
@@ -255,13 +255,9 @@ class Extractor:
 
     def _rounded(self, values: F32Array) -> F32Array:
         """The values that the factors' type can hold."""
-        if self._extraction.dtype == "F32":
-            return values
-        if self._extraction.dtype == "F16":
-            return values.astype(np.float16).astype(np.float32)
-        rounded: F32Array = (bfloat16.nearest(values.view(np.uint32)) << np.uint32(16)).view(
-            np.float32
-        )
+        dtype = self._extraction.dtype
+        raw = np.frombuffer(bytearray(stored(values, dtype)), np.uint8)
+        rounded: F32Array = as_float32(raw, dtype).numpy().reshape(values.shape)
         return rounded
 
     def _described(self, name: str, factors: Factors) -> dict[str, tuple[Described, bytes]]:
