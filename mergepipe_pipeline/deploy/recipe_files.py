@@ -226,6 +226,7 @@ def named_files(folder: Path, taken: dict[str, str]) -> Iterator[tuple[Path, str
             )
             yield path, str(error)
         elif other := taken.get(identifier):
+            taken.setdefault(identifier_of(path.name), path.name)  # it is shown by this name
             said = f"{path.name} would have the same assets or job as {other}; rename one of them"
             yield path, said
         else:
