@@ -144,8 +144,9 @@ def test_gc_never_collects_the_pack_of_an_expert_that_is_away(tmp_path: Path) ->
 
 
 def test_a_base_that_was_given_once_is_known_afterwards(home: Warehouse, tmp_path: Path) -> None:
-    write(tmp_path / "base", "base", base_tensors())
-    write(tmp_path / "expert", "expert", expert_tensors(base_tensors()))
+    for name, tensors in {"base": base_tensors(), "expert": expert_tensors(base_tensors())}.items():
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, name, tensors)
     (made,) = pack(home, [str(tmp_path / "expert")], base=str(tmp_path / "base"))
     (again,) = pack(home, ["expert"])
     assert (again.pack_id, again.fresh) == (made.pack_id, False)
