@@ -303,13 +303,14 @@ def merge(
 
     console.tell_of_compilation()
     cut = cut_of(console.place, out, shard_size)
-    engine = {option: asked.pop(option) for option in _ENGINE}
+    engine = EngineOptions.from_settings(**{option: asked.pop(option) for option in _ENGINE})
+    engine.check()  # before a recipe is read
     merged = of_recipe(
         console.place,
         recipe,
         asked,
         run,
-        options=EngineOptions.from_settings(**engine),
+        options=engine,
         out=None if cut else out,
         progress=console.progress,
         began_s=console.began_s,
