@@ -221,7 +221,7 @@ def test_a_merge_keeps_its_result_while_it_is_judged(
     def judged(*given: object) -> None:
         collect(home, older_than_s=0, unpublished=True)
 
-    monkeypatch.setattr(merging, "_judged", judged)
+    monkeypatch.setattr(merging, "pass_gate", judged)
     done = merge(home, parse(recipe_text(), name="r", where="r.yml"), publish_ref=True)
     assert _left(home) == {done.outcome.snapshot.snapshot_id}
 
