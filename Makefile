@@ -11,7 +11,7 @@ BENCH_ROUNDS ?= 3
 BENCH_PEER ?= --peer
 BENCH_ROWS ?= bench/rows.jsonl
 TORTURE ?= all
-PYTEST := $(BIN)/pytest -n 3 --dist worksteal -q --durations=25
+PYTEST := $(BIN)/pytest --dist worksteal -q --durations=25
 
 # Each process that a test starts would compile the whole program again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -49,12 +49,12 @@ ui: venv
 test: venv lint
 	$(MAKE) -j 2 types kernels
 	$(MAKE) layers
-	HYPOTHESIS_PROFILE=quick $(PYTEST) -m "not long"
+	HYPOTHESIS_PROFILE=quick $(PYTEST) -n 3 -m "not long"
 
 test-all: test test-long
 
 test-long: venv
-	$(PYTEST) -m long
+	$(PYTEST) -n 4 -m long  # these wait more: for daemons and browsers
 
 lint: venv
 	$(BIN)/ruff check .

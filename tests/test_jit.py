@@ -110,6 +110,7 @@ def test_what_was_compiled_beside_a_package_is_found_where_the_package_is_read_o
 
 
 @pytest.mark.long
+@pytest.mark.waits  # it takes minutes: nothing should be left to run beside it
 def test_after_the_kernels_of_an_image_are_compiled_no_process_of_it_compiles_any(
     copied: Path, tmp_path: Path
 ) -> None:

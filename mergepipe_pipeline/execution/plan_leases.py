@@ -19,7 +19,7 @@ from pathlib import Path
 from mergepipe_pipeline.domain.plan import LayerTask, MergePlan
 from mergepipe_pipeline.errors import BusyError, MergePipeError, StorageFullError
 from mergepipe_pipeline.snapshots.leases import Need
-from mergepipe_pipeline.storage.atomic import locked_file, remove_tree, turn
+from mergepipe_pipeline.storage.atomic import full_disk_named, locked_file, remove_tree, turn
 from mergepipe_pipeline.storage.locks import claimed, is_held, this_process
 from mergepipe_pipeline.text import size
 from mergepipe_pipeline.warehouse import Warehouse
@@ -96,9 +96,12 @@ def lease_recipe(warehouse: Warehouse, recipe: str, *, shared: bool = False) -> 
 
     Or `shared`, with others who only read what is current. Raises BusyError at once, if somebody
     works on it alone already: to wait would take a place from a run that can work. It says who.
+    Raises StorageFullError.
     """
     path = warehouse.leases_dir / f"recipe-{recipe}.lock"
-    with claimed(path, _myself(warehouse).encode(), shared=shared) as holder:
+    with ExitStack() as stack:
+        with full_disk_named(path):
+            holder = stack.enter_context(claimed(path, _myself(warehouse).encode(), shared=shared))
         if holder is not None:
             raise BusyError(
                 "Somebody else works on this recipe",

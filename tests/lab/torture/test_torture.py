@@ -37,6 +37,7 @@ def python(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
 
 
+@pytest.mark.waits
 def test_the_short_form_of_every_campaign_finds_nothing() -> None:
     done = python("tests.lab.torture", "--short")
     assert done.returncode == 0, done.stdout + done.stderr
