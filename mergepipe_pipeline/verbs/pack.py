@@ -98,7 +98,13 @@ def pack(
         analyze(
             warehouse, [n for n, b in pairs if b == base_name], base=base_name, progress=progress
         )
-    return tuple(_packed(warehouse, *pair, progress or Silent()) for pair in pairs)
+    packed = tuple(_packed(warehouse, *pair, progress or Silent()) for pair in pairs)
+    if base is not None:  # it has shown that it is one: later commands need not be told again
+        for name, base_name in pairs:
+            known = warehouse.catalog.get(name)
+            if known.base is None:
+                warehouse.catalog.register(known.checkpoint, base_name, is_meant=True)
+    return packed
 
 
 def with_levels(warehouse: Warehouse, names: Iterable[str]) -> list[str]:
@@ -146,8 +152,6 @@ def _pair(
             next_step="leave it out",
         )
     base_name = locate_registered(warehouse, base_name).name
-    if base and registration.base is None:  # it was given: later commands need not be told again
-        warehouse.catalog.register(registration.checkpoint, base_name, is_meant=True)
     return registration.name, base_name
 
 

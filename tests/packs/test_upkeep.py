@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mergepipe_pipeline.errors import IncompatibleCheckpointsError
 from mergepipe_pipeline.execution.plan_leases import lease
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.packs.index import frames_path
@@ -150,3 +151,15 @@ def test_a_base_that_was_given_once_is_known_afterwards(home: Warehouse, tmp_pat
     (made,) = pack(home, [str(tmp_path / "expert")], base=str(tmp_path / "base"))
     (again,) = pack(home, ["expert"])
     assert (again.pack_id, again.fresh) == (made.pack_id, False)
+
+
+def test_a_base_of_which_nothing_can_be_packed_is_not_remembered(
+    home: Warehouse, tmp_path: Path
+) -> None:
+    wrong = {"other.weight": next(iter(base_tensors().values()))}
+    for name, tensors in {"wrong": wrong, "expert": base_tensors()}.items():
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, name, tensors)
+    with pytest.raises(IncompatibleCheckpointsError):
+        pack(home, [str(tmp_path / "expert")], base=str(tmp_path / "wrong"))
+    assert home.catalog.get("expert").base is None
