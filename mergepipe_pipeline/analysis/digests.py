@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 
-from mergepipe_pipeline.checkpoints.reader import BlockReader
+from mergepipe_pipeline.checkpoints.reader import BlockReader, open_reader
 from mergepipe_pipeline.checkpoints.stored import Verifier, Verify, read_stored
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
@@ -14,7 +14,6 @@ from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.domain.segments import COARSE_ELEMS, KnownSegments, Segments
 from mergepipe_pipeline.domain.view import TensorView, view_of
 from mergepipe_pipeline.dtypes import itemsize
-from mergepipe_pipeline.storage.source import FetchedAhead, FileRange, open_source
 
 #: A multiple of all segments.
 _WINDOW_ELEMS = 1 << 21
@@ -33,10 +32,8 @@ def digest_checkpoint(
     CheckpointChangedError if a file changes meanwhile.
     """
     tensors = [t for t in checkpoint.tensors if names is None or t.name in names]
-    with open_source(checkpoint.root) as source, Workers(threads.FILES) as workers:
-        reader = BlockReader(source, checkpoint, None)
-        if isinstance(source, FetchedAhead):
-            source.expect(FileRange(t.file, t.start_byte, t.start_byte + t.nbytes) for t in tensors)
+    with open_reader(checkpoint) as reader, Workers(threads.FILES) as workers:
+        reader.expect(tensors)
 
         def digest(entry: TensorEntry) -> tuple[Segments, ...]:
             by_level: list[list[bytes]] = [[] for _ in levels]
@@ -66,10 +63,7 @@ def digest_view(
     CheckpointChangedError.
     """
     with ExitStack() as stack:
-        readers = {
-            number: BlockReader(stack.enter_context(open_source(c.root)), c, None)
-            for number, c in checkpoints.items()
-        }
+        readers = {number: stack.enter_context(open_reader(c)) for number, c in checkpoints.items()}
         digests = b"".join(
             segment_digests(raw, segment_elems * itemsize(view.dtype))
             for raw in _windows(readers, view, None)

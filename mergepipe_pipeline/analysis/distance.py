@@ -12,11 +12,10 @@ import numpy as np
 
 from mergepipe_pipeline.analysis.pass_windows import GroupWindow
 from mergepipe_pipeline.analysis.stream import WINDOW_ELEMS, WindowReader
-from mergepipe_pipeline.checkpoints.reader import BlockReader
+from mergepipe_pipeline.checkpoints.reader import open_reader
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.dtypes import itemsize
-from mergepipe_pipeline.storage.source import open_source
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +92,8 @@ def changed_elements(before: Checkpoint, after: Checkpoint, name: str) -> int:
     """
     old, new = before.by_name[name], after.by_name[name]
     changed = 0
-    with open_source(before.root) as here, open_source(after.root) as there:
-        readers = BlockReader(here, before, None), BlockReader(there, after, None)
+    with open_reader(before) as here, open_reader(after) as there:
+        readers = here, there
         for start in range(0, old.numel, WINDOW_ELEMS):
             stop = min(old.numel, start + WINDOW_ELEMS)
             rows = [

@@ -86,11 +86,14 @@ class Catalog:
                 expected=NAME_FORM,
                 next_step="choose one with --name",
             )
+        records = find_sealed(self._folder / CHECKPOINTS, checkpoint.checkpoint_id)
+        if not any(read_facts(path, len) for path in records):
+            self._put_checkpoint(checkpoint)
+        self._put_side_files(checkpoint, with_gone=is_meant)
         chain = self._chain(checkpoint.name)
-        root = self.roots.recorded(checkpoint.root)
         value: dict[str, Any] = {
             "checkpoint_id": checkpoint.checkpoint_id,
-            "root": root,
+            "root": self.roots.recorded(checkpoint.root),
             "base": base,
         }
         current = None
@@ -104,10 +107,6 @@ class Catalog:
             by_link = current[1].get("by_link")
         if by_link:  # else there is no such key, as in earlier versions
             value["by_link"] = True
-        records = find_sealed(self._folder / CHECKPOINTS, checkpoint.checkpoint_id)
-        if not any(read_facts(path, len) for path in records):
-            self._put_checkpoint(checkpoint)
-        self._put_side_files(checkpoint, with_gone=is_meant)
         if current and current[1] == value:
             return Registration(checkpoint.name, current[0], checkpoint, value["base"])
         version = chain.append(value)
@@ -233,7 +232,7 @@ class Catalog:
 
     def digests(self, checkpoint_id: str) -> Mapping[str, str] | None:
         """Tensor name to digest, or None if not all are known."""
-        return self.contents(checkpoint_id).digests()
+        return self.contents(checkpoint_id).whole()
 
     def facts(self, base_id: str, owner_id: str) -> PairFacts:
         """The facts of an expert, or of a group of them, against a base."""

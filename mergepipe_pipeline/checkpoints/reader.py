@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from mergepipe_pipeline.domain.blocks import Range
 from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import BudgetError, CheckpointChangedError
-from mergepipe_pipeline.storage.source import Batched, RangedFiles
+from mergepipe_pipeline.storage.source import (
+    Batched,
+    FetchedAhead,
+    FileRange,
+    RangedFiles,
+    Reading,
+    open_source,
+)
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.storage.read_batch import ReadBatch
@@ -79,6 +87,12 @@ class BlockReader:
         self._batched.put(batch, entry.file, start_byte, out)
         self._tally.nbytes += len(out)
 
+    def expect(self, tensors: Iterable[TensorEntry]) -> None:
+        """Say that these tensors, whole, are all that will be read."""
+        if isinstance(self._source, FetchedAhead):
+            ends = ((t.file, t.start_byte, t.start_byte + t.nbytes) for t in tensors)
+            self._source.expect(FileRange(*end) for end in ends)
+
     def will_need(self, entry: TensorEntry, start_elem: int, stop_elem: int) -> None:
         """Say that elements [start, stop) will be read soon."""
         size = itemsize(entry.dtype)
@@ -130,3 +144,10 @@ class BlockReader:
                 found=f"[{start_elem}, {stop_elem})",
                 next_step="this is a defect of mergepipe: please report it with the plan",
             )
+
+
+@contextmanager
+def open_reader(checkpoint: Checkpoint, reading: Reading = "ahead") -> Iterator[BlockReader]:
+    """All of a checkpoint for reading; raises as `open_source`."""
+    with open_source(checkpoint.root, reading) as source:
+        yield BlockReader(source, checkpoint, None)

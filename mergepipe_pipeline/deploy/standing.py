@@ -20,8 +20,8 @@ from mergepipe_pipeline.digest import digest_json, sha256_hex
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.plan import ENGINE_VERSION
 from mergepipe_pipeline.errors import CheckpointError, NotFoundError
+from mergepipe_pipeline.facts.contents import content_of
 from mergepipe_pipeline.facts.offline import present_root
-from mergepipe_pipeline.facts.tensor_digests import content_of
 from mergepipe_pipeline.recipe.yaml_text import read_documents
 from mergepipe_pipeline.remote.address import is_address
 from mergepipe_pipeline.storage.side_files import side_stamps

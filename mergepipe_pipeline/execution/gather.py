@@ -16,9 +16,9 @@ from mergepipe_pipeline.domain.output import is_merged, stored_like
 from mergepipe_pipeline.domain.recipe import Budget, Recipe, TensorRecipe, pairs_of
 from mergepipe_pipeline.domain.stats import ExpertStats
 from mergepipe_pipeline.facts.analysed import AnalysedExpert, Sparsified
+from mergepipe_pipeline.facts.contents import Contents
 from mergepipe_pipeline.facts.group import measured_facts
 from mergepipe_pipeline.facts.passes import complete
-from mergepipe_pipeline.facts.tensor_digests import Contents
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.planner.parts import TensorFacts
 from mergepipe_pipeline.planner.plan_builder import PlanBuilder
@@ -61,7 +61,7 @@ def gather(
     read = _complete(experts, is_counted=bool(resolved.cost.analysis_bytes))
     # Packs are found by contents, and a plan does not depend on whether these were known before.
     inputs = [c for m in (*models, *resolved.originals) for c in m.checkpoints]
-    digests = {c.checkpoint_id: Contents(warehouse, c, progress).digests() for c in inputs}
+    digests = {c.checkpoint_id: Contents(warehouse, c, progress).learn() for c in inputs}
     (progress or Silent()).warn(*_register(warehouse.catalog, resolved, unnamed))
     packs = None
     if (for_parts or recipe.strategy in (None, PACKS)) and not resolved.request.no_packs:

@@ -14,7 +14,7 @@ import numpy as np
 
 from mergepipe_pipeline.analysis.order import from_top
 from mergepipe_pipeline.arrays import F64Array
-from mergepipe_pipeline.checkpoints.reader import BlockReader
+from mergepipe_pipeline.checkpoints.reader import open_reader
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.domain.model import Model, grid_for
 from mergepipe_pipeline.domain.pack import (
@@ -29,10 +29,9 @@ from mergepipe_pipeline.domain.stats import HIST_SHIFT, TensorStats
 from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.execution.packs import known_digests
-from mergepipe_pipeline.facts.tensor_digests import Contents
+from mergepipe_pipeline.facts.contents import Contents
 from mergepipe_pipeline.packs.contents import packed_contents, packed_names
 from mergepipe_pipeline.progress import Progress
-from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: How fast any disk is taken to be.
@@ -49,7 +48,7 @@ def contents_of(
 ) -> tuple[TensorContent, ...]:
     """Return what a pack of an expert against a base is made from; computes missing digests."""
     digests, base_digests = (
-        [Contents(warehouse, c, progress).digests() for c in model.checkpoints]
+        [Contents(warehouse, c, progress).learn() for c in model.checkpoints]
         for model in (expert, base)
     )
     return packed_contents(expert, base, digests, base_digests)
@@ -176,5 +175,5 @@ def _read(model: Model, view: TensorView, first: int, stop: int) -> bytearray:
     """Stored elements [first, stop) of a whole tensor."""
     (part,) = view.stored
     checkpoint = model.checkpoints[part.source]
-    with open_source(checkpoint.root, "exact") as source:
-        return BlockReader(source, checkpoint, None).read(part.entry, first, stop)
+    with open_reader(checkpoint, "exact") as reader:
+        return reader.read(part.entry, first, stop)

@@ -20,7 +20,7 @@ from mergepipe_pipeline.domain.plan import LayerTask, MergePlan, Source
 from mergepipe_pipeline.domain.segments import COARSE_ELEMS, Segments, segment_elems_for
 from mergepipe_pipeline.domain.view import Part, TensorView, sources_of
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.facts.tensor_digests import Contents, refuse_changed
+from mergepipe_pipeline.facts.contents import Contents, refuse_changed
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -34,7 +34,7 @@ def plan_inputs(warehouse: Warehouse, plan: MergePlan, layers: Sequence[LayerTas
     numbers = {p.source for view, _ in views for p in _parts(view)}
     digests = [
         catalog.digests(s.checkpoint_id)
-        or Contents(warehouse, open_checkpoint(s.root, s.name)).digests()
+        or Contents(warehouse, open_checkpoint(s.root, s.name)).learn()
         if i in numbers
         else {}
         for i, s in enumerate(plan.sources)
@@ -60,7 +60,7 @@ def checkpoint_inputs(
 ) -> Inputs:
     """The segments of checkpoints that planning reads; takes missing digests first."""
     for checkpoint in checkpoints:
-        Contents(warehouse, checkpoint, progress).digests()
+        Contents(warehouse, checkpoint, progress).learn()
     return _coarse(warehouse, checkpoints)
 
 
@@ -77,7 +77,7 @@ def pass_inputs(
             Contents(warehouse, checkpoint, progress).verify_result()
         in_parts = [v for v in model.views.values() if not v.whole]
         for number in sorted({p.source for view in in_parts for p in _parts(view)}):
-            Contents(warehouse, model.checkpoints[number], progress).digests()
+            Contents(warehouse, model.checkpoints[number], progress).learn()
     return _coarse(warehouse, [c for model in models for c in model.checkpoints])
 
 

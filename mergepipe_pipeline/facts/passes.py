@@ -21,8 +21,8 @@ from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.model import Model, view_digest
 from mergepipe_pipeline.domain.segments import Segments
 from mergepipe_pipeline.domain.stats import TensorStats
+from mergepipe_pipeline.facts.contents import Contents, refuse_changed
 from mergepipe_pipeline.facts.input_segments import pass_inputs
-from mergepipe_pipeline.facts.tensor_digests import Contents, refuse_changed
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.facts.analysed import AnalysedExpert
@@ -137,7 +137,7 @@ def _look(c: Checkpoint) -> Look:
 def _contents(e: AnalysedExpert, pairs: Sequence[Pair]) -> dict[Pair, Content]:
     """The contents of the pairs whose tensors are both as stored."""
     digests, base_digests = (
-        [Contents(e.warehouse, c, e.progress).digests() for c in model.checkpoints]
+        [Contents(e.warehouse, c, e.progress).learn() for c in model.checkpoints]
         for model in (e.expert, e.base)
     )
     contents = {}

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.errors import NotFoundError
-from mergepipe_pipeline.facts.tensor_digests import content_of
+from mergepipe_pipeline.facts.contents import content_of
 from mergepipe_pipeline.storage.chain import VersionChain, chain_names, is_chain
 from mergepipe_pipeline.text import now
 from mergepipe_pipeline.warehouse import Warehouse

@@ -19,9 +19,9 @@ from mergepipe_pipeline.errors import (
     MergePipeError,
 )
 from mergepipe_pipeline.execution.lookup import provenance_of
+from mergepipe_pipeline.facts.contents import Contents
 from mergepipe_pipeline.facts.offline import present_root
 from mergepipe_pipeline.facts.side_file_digests import missing_files, refuse_changed_file
-from mergepipe_pipeline.facts.tensor_digests import Contents
 from mergepipe_pipeline.integrity.auditor import Auditor
 from mergepipe_pipeline.progress import Advance, Progress
 from mergepipe_pipeline.storage.side_files import SideStamp, side_sha256, side_stamps

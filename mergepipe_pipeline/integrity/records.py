@@ -27,7 +27,7 @@ from mergepipe_pipeline.execution.lookup import (
     refuse_other_plan,
     working_plans,
 )
-from mergepipe_pipeline.facts.places import read_place
+from mergepipe_pipeline.facts.contents import read_place
 from mergepipe_pipeline.integrity.auditor import Auditor
 from mergepipe_pipeline.quality.measure import read as read_evaluation
 from mergepipe_pipeline.quality.measure import records

@@ -23,8 +23,8 @@ from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.errors import CheckpointChangedError, MergePipeError, NotFoundError
 from mergepipe_pipeline.execution.lookup import load_plan, provenance_of, request_of
 from mergepipe_pipeline.execution.stages import plan_in_stages
+from mergepipe_pipeline.facts.contents import content_of
 from mergepipe_pipeline.facts.offline import open_offline, open_root, present_root
-from mergepipe_pipeline.facts.tensor_digests import content_of
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.recipe.yaml_text import read_documents

@@ -22,7 +22,7 @@ from mergepipe_pipeline.arrays import I64Array, U8Array
 from mergepipe_pipeline.catalog.seals import find_sealed, read_facts, write_sealed
 from mergepipe_pipeline.checkpoints.header import build_header, tensor_order
 from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
-from mergepipe_pipeline.checkpoints.reader import BlockReader
+from mergepipe_pipeline.checkpoints.reader import BlockReader, open_reader
 from mergepipe_pipeline.checkpoints.stored import Verifier, as_float32, read_stored, torch_dtype
 from mergepipe_pipeline.digest import digest_json, sha256_hex
 from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
@@ -36,7 +36,6 @@ from mergepipe_pipeline.errors import IncompatibleCheckpointsError
 from mergepipe_pipeline.facts.input_segments import checkpoint_inputs
 from mergepipe_pipeline.resolution.model_files import tokenizer_of
 from mergepipe_pipeline.resolution.vocabulary import embedding_rows, refuse_left_tables
-from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.tokenizer.build import ModelRows, Pairs, TokenizerBuild, build_tokenizer
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -440,6 +439,5 @@ class _RowReader:
         key = (model, source)
         if key not in self._readers:
             checkpoint = self._models[model].checkpoints[source]
-            opened = self._stack.enter_context(open_source(checkpoint.root))
-            self._readers[key] = BlockReader(opened, checkpoint, None)
+            self._readers[key] = self._stack.enter_context(open_reader(checkpoint))
         return self._readers[key]

@@ -18,7 +18,7 @@ from mergepipe_pipeline.errors import (
     SearchError,
 )
 from mergepipe_pipeline.execution.throughput import expected_s, nbytes_of_recipe
-from mergepipe_pipeline.facts.tensor_digests import Contents, content_of
+from mergepipe_pipeline.facts.contents import Contents, content_of
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.quality.evaluators import command_of, evaluator_id
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
@@ -173,7 +173,7 @@ def _contents(
     contents = {}
     for text, model in models_of(warehouse, search.file, search.folder).items():
         for checkpoint in model.checkpoints:
-            Contents(warehouse, checkpoint, progress).digests()
+            Contents(warehouse, checkpoint, progress).learn()
         contents[text] = tuple(content_of(warehouse.catalog, c) for c in model.checkpoints)
     return contents
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mergepipe_pipeline.checkpoints.open_checkpoint import INDEX, open_checkpoint
-from mergepipe_pipeline.checkpoints.reader import BlockReader
+from mergepipe_pipeline.checkpoints.reader import BlockReader, open_reader
 from mergepipe_pipeline.checkpoints.writer import ShardWriter
 from mergepipe_pipeline.digest import seal, sha256_hex, unseal
 from mergepipe_pipeline.domain.checkpoint import TensorEntry
@@ -53,7 +53,6 @@ from mergepipe_pipeline.storage.hashing import file_sha256
 from mergepipe_pipeline.storage.locks import locked_there, probed
 from mergepipe_pipeline.storage.permissions import make_removable
 from mergepipe_pipeline.storage.side_files import CARD, CONFIG
-from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.text import listed
 
 #: As long as any name in an exported folder.
@@ -174,8 +173,7 @@ def repack(snapshot: Snapshot, folder: Path, shard_nbytes: int | None) -> Manife
         _refuse_damaged(Path(snapshot.path) / shard.file, shard.sha256)
     groups = list(_groups(checkpoint.tensors, shard_nbytes))
     shards = []
-    with open_source(snapshot.path) as source:
-        reader = BlockReader(source, checkpoint, None)
+    with open_reader(checkpoint) as reader:
         for number, group in enumerate(groups, 1):
             name = _SINGLE if len(groups) == 1 else shard_name(number, len(groups))
             shards.append(_write(reader, group, folder, name))

@@ -25,9 +25,9 @@ from mergepipe_pipeline.domain.plan import Source
 from mergepipe_pipeline.domain.snapshot import LineageEntry
 from mergepipe_pipeline.domain.view import view_of
 from mergepipe_pipeline.errors import CheckpointError
+from mergepipe_pipeline.facts.contents import content_of
 from mergepipe_pipeline.facts.input_segments import Inputs, checkpoint_inputs
 from mergepipe_pipeline.facts.side_file_digests import refuse_changed_files
-from mergepipe_pipeline.facts.tensor_digests import content_of
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.resolution.alignment import aliases
 from mergepipe_pipeline.resolution.locate import Places

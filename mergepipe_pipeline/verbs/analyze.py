@@ -9,8 +9,8 @@ from mergepipe_pipeline.catalog.catalog import Registration
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.model import grid_for
 from mergepipe_pipeline.facts.analysed import AnalysedExpert, common_pairs
+from mergepipe_pipeline.facts.contents import Contents
 from mergepipe_pipeline.facts.passes import complete
-from mergepipe_pipeline.facts.tensor_digests import Contents
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.resolution.locate import locate_registered, names_here
 from mergepipe_pipeline.resolution.open_models import open_pair
@@ -65,7 +65,7 @@ def _digested(
 ) -> Analysis:
     catalog, checkpoint = warehouse.catalog, registration.checkpoint
     fresh = catalog.digests(checkpoint.checkpoint_id) is None
-    Contents(warehouse, checkpoint, progress).digests()
+    Contents(warehouse, checkpoint, progress).learn()
     content = catalog.content_sha256(checkpoint.checkpoint_id)
     return Analysis(registration.name, None, content, fresh, None, 0, 0)
 
@@ -88,7 +88,7 @@ def _against(
         fresh.append(new or bool(analysed[-1].missing()))
     complete(analysed)
     for number, e in enumerate(analysed):
-        Contents(warehouse, e.expert.checkpoint, progress).digests()
+        Contents(warehouse, e.expert.checkpoint, progress).learn()
         stats = e.stats(without=("sample", "hist"))
         yield Analysis(
             experts[number].name,

@@ -17,7 +17,7 @@ from mergepipe_pipeline.domain.model import grid_for
 from mergepipe_pipeline.domain.recipe import ModelRef
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.facts.analysed import analysed_experts
-from mergepipe_pipeline.facts.tensor_digests import Contents, content_of
+from mergepipe_pipeline.facts.contents import Contents, content_of
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.locate import Places, locate_registered
 from mergepipe_pipeline.resolution.open_models import open_models
@@ -72,7 +72,7 @@ def index_expert(warehouse: Warehouse, name: str) -> IndexedExpert:
                     grid = grid_for(opened[1], stage.block_elems)
                     analysed_experts(warehouse, opened[:1], opened[1], grid)
                     bases[base.text] = None
-    Contents(warehouse, checkpoint).digests()
+    Contents(warehouse, checkpoint).learn()
     after = _digests_by_layer(catalog, name)
     changed = tuple(layer for layer in after if after[layer] != before.get(layer))
     return IndexedExpert(

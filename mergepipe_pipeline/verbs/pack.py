@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from math import prod
 
-from mergepipe_pipeline.checkpoints.reader import BlockReader
+from mergepipe_pipeline.checkpoints.reader import open_reader
 from mergepipe_pipeline.deploy.recipe_files import bases_read
 from mergepipe_pipeline.domain.model import Model, grid_for
 from mergepipe_pipeline.domain.pack import (
@@ -34,7 +34,7 @@ from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.resolution.locate import Places, locate_registered, names_here
 from mergepipe_pipeline.resolution.open_models import open_pair
 from mergepipe_pipeline.storage.atomic import replace_dir
-from mergepipe_pipeline.storage.source import Reading, open_source
+from mergepipe_pipeline.storage.source import Reading
 from mergepipe_pipeline.storage.uncached import fits_page_cache
 from mergepipe_pipeline.text import percent
 from mergepipe_pipeline.verbs.analyze import analyze
@@ -260,8 +260,7 @@ def _make(
         staged = stack.enter_context(staging(warehouse, "pack"))
         advance = stack.enter_context(progress.task(f"pack {models[0].name}", nbytes))
         reading: Reading = "ahead" if fits_page_cache(2 * nbytes) else "once"
-        sources = [stack.enter_context(open_source(c.root, reading)) for c in checkpoints]
-        readers = [BlockReader(s, c, None) for s, c in zip(sources, checkpoints, strict=True)]
+        readers = [stack.enter_context(open_reader(c, reading)) for c in checkpoints]
         older = _older(warehouse.packs, packings, stack)
         known = checkpoint_inputs(warehouse, checkpoints, progress)
         origin = Origin(readers.__getitem__, known, older)

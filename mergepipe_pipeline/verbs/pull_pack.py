@@ -15,8 +15,8 @@ from typing import NamedTuple
 from mergepipe_pipeline.checkpoints.open_checkpoint import model_files, open_checkpoint
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundError
 from mergepipe_pipeline.execution.plan_leases import staging
+from mergepipe_pipeline.facts.contents import Contents
 from mergepipe_pipeline.facts.pack_source import PackFiles, refuse_other_base
-from mergepipe_pipeline.facts.tensor_digests import Contents
 from mergepipe_pipeline.packs.offline import OfflineExpert
 from mergepipe_pipeline.packs.portable import (
     BESIDE,
@@ -207,7 +207,7 @@ def _refuse_other_base(
     warehouse: Warehouse, portable: PortablePack, expert: OfflineExpert, progress: Progress
 ) -> None:
     base = locate_registered(warehouse, expert.base).checkpoint
-    digests = Contents(warehouse, base, progress).digests()
+    digests = Contents(warehouse, base, progress).learn()
     for content in portable.tensors:
         refuse_other_base(expert, base, digests, content)
 

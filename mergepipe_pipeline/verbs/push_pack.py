@@ -19,8 +19,8 @@ from mergepipe_pipeline.errors import MergePipeError, NotFoundError
 from mergepipe_pipeline.execution.lookup import plan_of
 from mergepipe_pipeline.execution.packing import contents_of
 from mergepipe_pipeline.execution.plan_leases import staging
+from mergepipe_pipeline.facts.contents import Contents
 from mergepipe_pipeline.facts.side_file_digests import refuse_changed_files
-from mergepipe_pipeline.facts.tensor_digests import Contents
 from mergepipe_pipeline.integrity.packs import refuse_damaged_frames
 from mergepipe_pipeline.packs.contents import packed_as
 from mergepipe_pipeline.packs.index import frames_path

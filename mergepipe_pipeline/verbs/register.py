@@ -13,8 +13,8 @@ from pathlib import Path
 from mergepipe_pipeline.catalog.catalog import Registration
 from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.errors import CheckpointError, MergePipeError, NotFoundError
+from mergepipe_pipeline.facts.contents import Contents, content_of
 from mergepipe_pipeline.facts.quarantine import Quarantine, decide, quarantine_of
-from mergepipe_pipeline.facts.tensor_digests import Contents, content_of
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.remote.address import is_address, is_hub_name
 from mergepipe_pipeline.resolution.locate import Places, expanded, free_name, locate_registered
@@ -99,7 +99,7 @@ def quarantine(
     quarantine.
     """
     checkpoint = warehouse.catalog.get(name).checkpoint
-    Contents(warehouse, checkpoint, progress).digests()
+    Contents(warehouse, checkpoint, progress).learn()
     if release and quarantine_of(warehouse, name) is None:
         raise NotFoundError(
             "This expert is not in quarantine",

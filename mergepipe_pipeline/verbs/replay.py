@@ -31,8 +31,8 @@ from mergepipe_pipeline.execution.plan_leases import scratch
 from mergepipe_pipeline.execution.planning import StageResults, plan_resolved
 from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.execution.stages import run_stages
+from mergepipe_pipeline.facts.contents import Contents
 from mergepipe_pipeline.facts.offline import present_root
-from mergepipe_pipeline.facts.tensor_digests import Contents
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.recipe.selectors import Recorded
@@ -178,7 +178,7 @@ def _inputs(
             except MergePipeError as error:
                 looked_at.append(f"{place}: {error.what}")
                 continue
-            content = digest_json(dict(Contents(anew, checkpoint, progress).digests()))
+            content = digest_json(dict(Contents(anew, checkpoint, progress).learn()))
             if content == model.content_sha256:
                 inputs[model.text] = checkpoint
                 break
@@ -247,5 +247,5 @@ def _facts(manifest: Manifest) -> dict[str, str]:
 
 
 def _contents(anew: Warehouse, snapshot: Snapshot) -> dict[str, str]:
-    digests = Contents(anew, open_checkpoint(snapshot.path, "result")).digests()
+    digests = Contents(anew, open_checkpoint(snapshot.path, "result")).learn()
     return {f"tensor {name}": digest for name, digest in sorted(dict(digests).items())}

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from mergepipe_pipeline.assets.experts import EXPERT_INDEX, build_expert_index, experts_of
 from mergepipe_pipeline.definitions import build_definitions
-from mergepipe_pipeline.facts.tensor_digests import content_of
+from mergepipe_pipeline.facts.contents import content_of
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.verbs.publish import history
 from mergepipe_pipeline.verbs.register import register

@@ -20,8 +20,8 @@ from mergepipe_pipeline.engine.sources import SourcePool
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import MergeOutcome, run_plan
-from mergepipe_pipeline.facts import tensor_digests
-from mergepipe_pipeline.facts.places import Places, place_of
+from mergepipe_pipeline.facts import contents
+from mergepipe_pipeline.facts.contents import Places, place_of
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.snapshots.find import list_snapshots
@@ -284,7 +284,7 @@ def test_a_snapshot_below_several_adapters_is_checked_once(
     def check(snapshot: Snapshot, progress: Progress | None) -> None:
         checked.append(Path(snapshot.path))
 
-    monkeypatch.setattr(tensor_digests, "verify_with_progress", check)
+    monkeypatch.setattr(contents, "verify_with_progress", check)
     models = "".join(f"- model: {root}+{adapter}\n" for adapter in adapters)
     parameters = f"parameters: {METHODS['ties']}\n"
     run(home, f"merge_method: ties\nbase_model: {root}\nmodels:\n{models}{parameters}")

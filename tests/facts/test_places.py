@@ -15,8 +15,7 @@ from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.facts import passes
-from mergepipe_pipeline.facts.places import Places, place_of
-from mergepipe_pipeline.facts.tensor_digests import Contents
+from mergepipe_pipeline.facts.contents import Contents, Places, place_of
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.storage import atomic
 from mergepipe_pipeline.verbs.analyze import analyze

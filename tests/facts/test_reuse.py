@@ -20,7 +20,7 @@ from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.domain.stats import TensorStats
 from mergepipe_pipeline.domain.view import Run
 from mergepipe_pipeline.facts.analysed import AnalysedExpert
-from mergepipe_pipeline.facts.tensor_digests import Contents
+from mergepipe_pipeline.facts.contents import Contents
 from mergepipe_pipeline.resolution.locate import Places
 from mergepipe_pipeline.resolution.open_models import open_pair
 from mergepipe_pipeline.verbs.analyze import analyze
@@ -153,7 +153,7 @@ def test_a_run_cut_short_between_digests_and_statistics_goes_on(
     tensors["model.norm.weight"] = tensors["model.norm.weight"] + 1
     write_model(tmp_path / "expert", tensors)
     expert, _ = open_pair(*map(Places(analyzed).locate, ("expert", "base")))
-    Contents(analyzed, expert.checkpoint).digests()
+    Contents(analyzed, expert.checkpoint).learn()
     with tensor_reads() as reads:
         analyze(analyzed, ["expert"], block_elems=GRID.block_elems)
     assert {t for _, t in reads} == {"model.norm.weight"}
@@ -165,7 +165,7 @@ def stored_models(home: Warehouse, folder: Path, **models: dict[str, Stored]) ->
     for name, tensors in models.items():
         write(folder, name, tensors)
         registration = register(home, folder / f"{name}.safetensors", name)
-        Contents(home, registration.checkpoint).digests()
+        Contents(home, registration.checkpoint).learn()
 
 
 def test_equal_contents_over_another_tensor_of_the_base_keep_that_tensors_samples(

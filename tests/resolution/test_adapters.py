@@ -26,7 +26,7 @@ from mergepipe_pipeline.errors import (
     MergePipeError,
 )
 from mergepipe_pipeline.execution.stages import plan_in_stages
-from mergepipe_pipeline.facts.tensor_digests import Contents
+from mergepipe_pipeline.facts.contents import Contents
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.resolution.resolve import resolve
 from mergepipe_pipeline.verbs.analyze import analyze
@@ -609,7 +609,7 @@ def test_a_factor_that_flipped_since_it_was_digested_is_not_analysed(
     adapter = Path(shutil.copytree(zoo.adapters["plain"], tmp_path / "lora"))
     register(home, str(zoo.bases["llama"]), name="base")
     checkpoint = register(home, str(adapter), name="lora").checkpoint
-    Contents(home, checkpoint).digests()
+    Contents(home, checkpoint).learn()
     flip(adapter, checkpoint.tensors[0].name, 0.3)
     with pytest.raises(CorruptionError, match="not those that were analysed"):
         analyze(home, ["lora"], base="base")

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from mergepipe_pipeline.errors import CheckpointError, CorruptionError, MergePipeError, RecipeError
-from mergepipe_pipeline.facts.tensor_digests import Contents
+from mergepipe_pipeline.facts.contents import Contents
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.resolution.resolve import resolve
 from mergepipe_pipeline.verbs.analyze import analyze
@@ -175,7 +175,7 @@ def test_a_delta_that_flipped_since_it_was_digested_is_not_analysed(
     delta = Path(shutil.copytree(trio.deltas[0], tmp_path / "delta"))
     register(home, str(trio.base), name="base")
     checkpoint = register(home, str(delta), name="delta").checkpoint
-    Contents(home, checkpoint).digests()
+    Contents(home, checkpoint).learn()
     name = max(checkpoint.tensors, key=lambda t: t.numel).name
     flip(delta, name, 0.3)
     with pytest.raises(CorruptionError, match=name):

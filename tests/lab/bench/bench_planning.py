@@ -35,7 +35,7 @@ from mergepipe_pipeline.domain.stats import (
     narrowed,
 )
 from mergepipe_pipeline.domain.view import view_of
-from mergepipe_pipeline.facts.places import Places, place_of
+from mergepipe_pipeline.facts.contents import Places, place_of
 from mergepipe_pipeline.operators.steps.sparsify import trim_count
 from mergepipe_pipeline.packs.contents import packed_contents
 from mergepipe_pipeline.packs.index import frames_path, pack_id_of, write_index
