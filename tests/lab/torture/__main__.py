@@ -102,21 +102,24 @@ def warm_up(world: Path) -> None:
 
 _campaign: Any = None
 _folder = Path()
+#: When tries begin no more. Processes end by themselves: some tries leave handlers of signals.
+_until = 0.0
 
 
 def _run(name: str, world: Path, folder: Path, given: argparse.Namespace) -> Tally:
-    global _campaign, _folder
+    global _campaign, _folder, _until
     began = time.monotonic()
+    _until = began + 60 * given.minutes
     _folder, tally = folder, Tally(name)
     _campaign = CAMPAIGNS[name](world, folder, short=given.short)
     tries = [t for t in _campaign.tries(given.seed) if given.only in str(t)]
     with get_context("fork").Pool(given.jobs) as pool:  # which inherit the campaign
         for number, outcome in enumerate(pool.imap_unordered(_judge, enumerate(tries))):
+            if outcome is None:
+                continue  # the table tells what was done
             tally.add(outcome)
             for problem in outcome.problems:
                 print(f"{problem.column}: {problem.where}", file=sys.stderr)
-            if time.monotonic() - began > 60 * given.minutes:
-                break  # the table tells what was done
             if sys.stderr.isatty():
                 print(f"\r{name}: {number + 1} of {len(tries)}", end="", file=sys.stderr)
     tally.seconds = time.monotonic() - began
@@ -124,8 +127,10 @@ def _run(name: str, world: Path, folder: Path, given: argparse.Namespace) -> Tal
     return tally
 
 
-def _judge(numbered: tuple[int, Any]) -> Outcome:
+def _judge(numbered: tuple[int, Any]) -> Outcome | None:
     number, one = numbered
+    if time.monotonic() > _until:
+        return None
     folder = _folder / f"try-{number}"
     folder.mkdir(parents=True)
     try:

@@ -31,6 +31,7 @@ from dagster._core.scheduler.instigation import (
 from dagster._core.storage.sql import ScriptDirectory  # type: ignore[attr-defined]
 
 from mergepipe_pipeline.assets.experts import experts_of
+from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.execution.plan_leases import lease_run
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.sensors.housekeeping import orphans_sensor, retention_sensor
@@ -260,8 +261,12 @@ class House:
 
     def _inbox(self, guest: Guest) -> list[str]:
         assert guest.home is not None
-        with self._tick_of(guest) as tick:
-            found: Any = build_inbox_sensor(guest.experts)(tick)
+        try:
+            with self._tick_of(guest) as tick:
+                found: Any = build_inbox_sensor(guest.experts)(tick)
+        except MergePipeError as error:  # what landed has left: a disk that is gone looks the same
+            is_empty = not any(guest.home.inbox.iterdir()) and not guest.home.catalog.names()
+            return [] if is_empty else [str(error)]
         for request in found.dynamic_partitions_requests or []:
             for key in request.partition_keys:
                 if isinstance(request, dg.AddDynamicPartitionsRequest):
