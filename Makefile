@@ -38,6 +38,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 		|| echo "mergekit did not install: parity is tested against recorded outputs only"
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[lm-eval]" \
 		|| echo "lm-eval did not install: the evaluator lm_eval is not tested"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[llm]" \
+		|| echo "reasoning-gym or gguf did not install: no language model is tuned in a test"
 	touch $@
 
 demo: venv

@@ -1,0 +1,174 @@
+"""Experts: a base tuned for one task, all but the embedding or by LoRA; goes on after a stop.
+
+The loss is of the answers alone, in bfloat16 over weights in float32. The order of the items comes
+from the seed and the step, so that a run that was stopped goes on as if it had not been.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from mergepipe_pipeline.demo.skills import quiet
+from mergepipe_pipeline.storage.atomic import publish_dir, remove_tree
+from tests.lab.bench_llm.encoded import Batch, Encoder
+from tests.lab.bench_llm.tasks import Item, Task
+
+Kind = Literal["short", "long", "lora"]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How long and how fast a kind of expert learns; a run ends where its loss is flat."""
+
+    steps: int
+    rate: float
+    is_adapter: bool = False
+
+
+SCHEDULES: dict[Kind, Schedule] = {
+    "short": Schedule(60, 5e-5),
+    "long": Schedule(1500, 5e-5),
+    "lora": Schedule(400, 5e-4, is_adapter=True),
+}
+BATCH, WARM_UP = 16, 10
+#: A loss is flat if the mean of so many steps is not this much below that of as many before.
+_WINDOW, _LEAST = 150, 0.01
+_KEEP_S = 120.0
+
+
+def tuned(
+    base: Path,
+    task: Task,
+    kind: Kind,
+    seed: int,
+    folder: Path,
+    steps: int = 0,
+    until: float = math.inf,
+) -> Path:
+    """The expert's folder, made if it is not there.
+
+    Args:
+        base: The folder of the base.
+        task: What the expert learns.
+        kind: How long it learns, and what of the base.
+        seed: Of the items, and of an adapter's first numbers.
+        folder: Where the expert will be.
+        steps: Fewer steps than the kind's, for tests.
+        until: When to stop by the monotonic clock; raises TimeoutError, the state is kept.
+    """
+    if folder.exists():
+        return folder
+    schedule = SCHEDULES[kind]
+    state = folder.with_name(f"{folder.name}.state")
+    with quiet(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        run = _Run(base, schedule, state)
+        run.learn(task.items("train", seed), steps or schedule.steps, until)
+        staged = folder.with_name(f".{folder.name}")
+        try:
+            run.save(staged)
+            publish_dir(staged, folder)
+        finally:
+            remove_tree(staged)
+    remove_tree(state)
+    return folder
+
+
+class _Run:
+    """A model on its way, its optimiser, and the losses so far."""
+
+    def __init__(self, base: Path, schedule: Schedule, state: Path) -> None:
+        self._base, self._schedule, self._state = base, schedule, state
+        self._encoder = Encoder(base)
+        self._model = _loaded(base, schedule)
+        self._parameters = [p for p in self._model.parameters() if p.requires_grad]
+        self._solver = torch.optim.AdamW(self._parameters, schedule.rate, weight_decay=0.0)
+        self._losses: list[float] = []
+        if (kept := state / "state.pt").exists():
+            found = torch.load(kept, weights_only=True)
+            self._solver.load_state_dict(found["solver"])
+            self._losses = found["losses"]
+            for parameter, value in zip(self._parameters, found["parameters"], strict=True):
+                parameter.data.copy_(value)
+
+    def learn(self, items: Sequence[Item], steps: int, until: float) -> None:
+        """Take the steps that are left; keeps the state every two minutes, and at the end."""
+        kept = time.monotonic()
+        while len(self._losses) < steps and not self._is_flat():
+            step = len(self._losses)
+            for group in self._solver.param_groups:
+                group["lr"] = self._schedule.rate * _share_of_rate(step, steps)
+            batch = [items[(step * BATCH + i) % len(items)] for i in range(BATCH)]
+            loss = self._loss(self._encoder.batch(batch))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
+            self._solver.step()
+            self._solver.zero_grad()
+            self._losses.append(float(loss.detach()))
+            if time.monotonic() - kept > _KEEP_S:
+                self._keep()
+                kept = time.monotonic()
+            if time.monotonic() > until:
+                self._keep()
+                raise TimeoutError(f"stopped after {step + 1} steps of {self._state.stem}")
+
+    def save(self, folder: Path) -> None:
+        """Write the expert in bfloat16, or the adapter, with the losses beside it."""
+        if self._schedule.is_adapter:
+            self._model.save_pretrained(folder)
+        else:
+            self._model.to(torch.bfloat16).save_pretrained(folder)
+            self._encoder.save(folder)
+        with (folder / "losses.csv").open("w", newline="") as file:
+            csv.writer(file).writerows(enumerate(self._losses))
+
+    def _loss(self, batch: Batch) -> Tensor:
+        """The mean loss of the answers' tokens; the head is applied at these alone."""
+        with torch.autocast("cpu", torch.bfloat16):
+            inner = self._model.base_model.model if self._schedule.is_adapter else self._model
+            hidden = inner.model(input_ids=batch.ids, attention_mask=batch.mask).last_hidden_state
+            logits = inner.lm_head(hidden[batch.rows, batch.places])  # [answer tokens, words]
+        return cross_entropy(logits.float(), batch.targets)
+
+    def _is_flat(self) -> bool:
+        last, before = self._losses[-_WINDOW:], self._losses[-2 * _WINDOW : -_WINDOW]
+        return len(before) == _WINDOW and mean(last) > (1 - _LEAST) * mean(before)
+
+    def _keep(self) -> None:
+        self._state.mkdir(parents=True, exist_ok=True)
+        staged = self._state / "state.new"
+        parameters = [p.data for p in self._parameters]
+        held = {"solver": self._solver.state_dict(), "losses": self._losses}
+        torch.save({**held, "parameters": parameters}, staged)
+        staged.replace(self._state / "state.pt")
+
+
+def _loaded(base: Path, schedule: Schedule) -> Any:
+    from transformers import LlamaForCausalLM
+
+    model: Any = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model.model.embed_tokens.weight.requires_grad_(False)
+    if not schedule.is_adapter:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    every = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    return get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=every))
+
+
+def _share_of_rate(step: int, steps: int) -> float:
+    """Up within the first steps, then down as a cosine to a tenth."""
+    if step < WARM_UP:
+        return (step + 1) / WARM_UP
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * step / steps))
