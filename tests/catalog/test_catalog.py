@@ -15,6 +15,7 @@ from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.segments import COARSE_ELEMS, Segments
 from mergepipe_pipeline.errors import MergePipeError, NotFoundError
 from tests.catalog.facts import checkpoint, checkpoints, put_contents, same, some_stats
+from tests.support.laws import examples
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def catalog(tmp_path: Path) -> Catalog:
     return Catalog(tmp_path / "catalog")
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(checkpoints())
 def test_a_registered_checkpoint_comes_back_equal(c: Checkpoint) -> None:
     with tempfile.TemporaryDirectory() as tmp:

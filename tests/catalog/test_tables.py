@@ -26,12 +26,13 @@ from tests.catalog.facts import (
     same,
     some_stats,
 )
+from tests.support.laws import examples
 
 NUMBERS = st.floats(allow_nan=False) | st.integers(0, 1 << 53)
 FACTS = st.dictionaries(TENSOR_NAMES, st.lists(NUMBERS, max_size=5).map(tuple))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(checkpoints())
 def test_checkpoints_round_trip_with_their_ids(c: Checkpoint) -> None:
     found = tables.decode_checkpoint(tables.encode_checkpoint(c), "f", c.name, c.root)
@@ -46,7 +47,7 @@ def test_checkpoints_of_one_architecture_share_the_names_of_their_tensors() -> N
     assert (one, one.name is other.name) == (other, True)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(expert_stats())
 def test_statistics_round_trip_to_the_bit(stats: ExpertStats) -> None:
     with tempfile.TemporaryDirectory() as tmp:
@@ -56,7 +57,7 @@ def test_statistics_round_trip_to_the_bit(stats: ExpertStats) -> None:
         assert facts.known_pairs(stats.block_elems) == stats.by_pair.keys()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(FACTS)
 def test_facts_of_any_count_of_numbers_round_trip(facts: dict[str, tuple[float, ...]]) -> None:
     assert tables.decode_facts(tables.encode_facts(facts, "k"), "f") == facts

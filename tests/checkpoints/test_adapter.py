@@ -15,6 +15,7 @@ from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.domain.view import LowRank
 from mergepipe_pipeline.errors import CheckpointError
 from tests.checkpoints.adapters import BASE, Q, Shapes, adapter, pair, used, value
+from tests.support.laws import examples
 
 
 @pytest.mark.parametrize("module", [Q, Q.removeprefix("model."), "language." + Q])
@@ -127,7 +128,7 @@ KEYS = st.builds(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.dictionaries(KEYS, st.sampled_from([(2, 6), (8, 2), (2, 11), (6, 2), (11, 6), (8, 6)])))
 def test_every_tensor_is_used_once_or_the_adapter_is_refused(tensors: Shapes) -> None:
     try:

@@ -15,6 +15,7 @@ from mergepipe_pipeline.checkpoints.adapter import adapter_views
 from mergepipe_pipeline.checkpoints.adapter_config import parse_adapter_config
 from mergepipe_pipeline.errors import CheckpointError
 from tests.checkpoints.adapters import BASE, Q, adapter, pair
+from tests.support.laws import examples
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ def test_a_config_that_is_no_plain_lora_is_refused_at_its_key(
             adapter_views(checkpoint, BASE)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.text(max_size=30) | st.recursive(st.none() | st.integers(), st.lists).map(json.dumps))
 def test_no_text_is_read_as_a_config_by_accident(text: str) -> None:
     with pytest.raises(CheckpointError, match=r"config cannot be read|kind of adapter"):

@@ -22,6 +22,7 @@ from mergepipe_pipeline.checkpoints.adapter_config import parse_adapter_config
 from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.errors import CheckpointError
 from tests.checkpoints.adapters import PLAIN, Shapes, used, value
+from tests.support.laws import examples
 
 pytest.importorskip("peft")
 
@@ -200,7 +201,7 @@ MODULES = st.lists(st.sampled_from(["model", "layers", "0", "1", "q_proj", "k_pr
 PATTERNS = st.sampled_from(["q_proj", "layers.0.q_proj", "^model", r".*\.k_proj", "0|1", "proj"])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     MODULES.map(".".join),
     st.dictionaries(PATTERNS, st.integers(1, 64)),

@@ -21,6 +21,7 @@ from mergepipe_pipeline.checkpoints.writer import ShardWriter
 from mergepipe_pipeline.domain.checkpoint import TensorEntry
 from mergepipe_pipeline.errors import CheckpointError, IncompleteCheckpointError
 from tests.storage.files import described, raw_file
+from tests.support.laws import examples
 
 TORCH = {
     "F64": torch.float64,
@@ -60,7 +61,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.reshape(-1).view(torch.uint8).tolist()) if tensor.numel() else b""
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(TENSORS)
 def test_a_written_shard_is_the_library_s_file_byte_for_byte(shapes: Shapes) -> None:
     tensors = random_tensors(shapes)
@@ -78,7 +79,7 @@ def test_a_written_shard_is_the_library_s_file_byte_for_byte(shapes: Shapes) -> 
         assert (sha256, nbytes) == (hashlib.sha256(data).hexdigest(), len(data))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(TENSORS)
 def test_a_parsed_header_finds_each_tensor_s_own_bytes(shapes: Shapes) -> None:
     tensors = random_tensors(shapes)
@@ -92,7 +93,7 @@ def test_a_parsed_header_finds_each_tensor_s_own_bytes(shapes: Shapes) -> None:
         assert data[e.start_byte : e.start_byte + e.nbytes] == bytes_of(tensors[e.name])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(TENSORS, st.dictionaries(st.text(max_size=3), st.text(max_size=3), max_size=3))
 def test_a_header_is_aligned_and_keeps_its_metadata(
     shapes: Shapes, metadata: dict[str, str]
@@ -256,7 +257,7 @@ def test_ambiguous_files_are_refused_although_the_library_reads_them(what: str) 
         parse(data)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.data())
 def test_a_header_with_random_damage_is_refused_cleanly_or_read_as_the_library_reads_it(
     data: st.DataObject,
@@ -338,7 +339,7 @@ def test_no_edit_of_a_header_is_accepted_that_the_library_refuses(
     assert [e for e in edits if not is_as_strict_as_the_library(e, nbytes)] == []
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.sampled_from(SOUND), st.lists(st.tuples(st.integers(0, 99), st.sampled_from(TOKENS))))
 def test_nor_are_several(sound: tuple[object, int], edits: list[tuple[int, str]]) -> None:
     pieces = pieces_of(sound[0])
@@ -347,7 +348,7 @@ def test_nor_are_several(sound: tuple[object, int], edits: list[tuple[int, str]]
     assert is_as_strict_as_the_library("".join(pieces), sound[1])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(0, 200))
 def test_every_truncation_is_an_incomplete_checkpoint(cut: int) -> None:
     file = raw_file({"a": described(shape=[32], offsets=[0, 128])}, bytes(128))

@@ -21,6 +21,7 @@ from mergepipe_pipeline.errors import (
 )
 from mergepipe_pipeline.storage.source import LocalSource
 from tests.storage.files import sharded
+from tests.support.laws import examples
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return sharded(tmp_path_factory.mktemp("reader") / "m")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.sampled_from("abc"), st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6))))
 def test_reads_give_exactly_their_elements_and_are_counted_to_the_byte(
     folder: Path, name: str, pairs: list[tuple[int, int]]
@@ -43,7 +44,7 @@ def test_reads_give_exactly_their_elements_and_are_counted_to_the_byte(
     assert tally.nbytes == 4 * sum(stop - start for start, stop in ranges)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.tuples(st.integers(0, 6), st.integers(0, 6)).map(sorted))
 def test_a_read_is_allowed_iff_one_range_of_the_access_set_covers_it(
     folder: Path, wanted: list[int]

@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from mergepipe_pipeline.checkpoints.header import header_nbytes, parse_header
 from mergepipe_pipeline.checkpoints.writer import ShardWriter
 from mergepipe_pipeline.errors import CorruptionError, StorageFullError
+from tests.support.laws import examples
 
 TENSORS = [("b", "F32", (3,)), ("a", "F32", (2, 2)), ("e", "F32", (0,)), ("z", "I8", (5,))]
 NBYTES = 12 + 16 + 5
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.binary(min_size=NBYTES, max_size=NBYTES), st.lists(st.integers(0, NBYTES)))
 def test_prefix_digests_are_those_of_the_file_however_it_was_cut(
     data: bytes, cuts: list[int]

@@ -20,10 +20,11 @@ from mergepipe_pipeline.concurrency.workers import (
     Workers,
     lookahead,
 )
+from tests.support.laws import examples
 
 #: How long each item of a map takes, in units too short to matter and long enough to reorder.
 PACES = st.lists(st.integers(0, 3), max_size=12)
-QUICK = settings(max_examples=40, deadline=None)
+QUICK = settings(max_examples=examples(40), deadline=None)
 
 
 def pause(pace: int) -> None:

@@ -27,6 +27,7 @@ from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.operators.steps import sparsify
 from tests.engine.plans import merged
 from tests.support.kinds import Kinds, make_kinds
+from tests.support.laws import examples
 
 COLS = 100
 HAS_CUDA = torch.cuda.is_available()
@@ -157,7 +158,7 @@ def test_an_expert_cut_short_ends_the_merge_and_leaves_no_file(tmp_path: Path, d
     assert not file.exists()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(seed=st.integers(0, 2**31), dtype=st.sampled_from(["BF16", "F16", "F32", "F64"]))
 @pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 def test_a_cast_there_is_the_cast_here(place: str, seed: int, dtype: str) -> None:

@@ -27,6 +27,7 @@ from mergepipe_pipeline.errors import BudgetError, CheckpointChangedError, Stora
 from tests.engine.plans import SEED, case_of, copied, merged, plan_of, values_in
 from tests.support import oracles
 from tests.support.kinds import make_kinds
+from tests.support.laws import examples
 from tests.support.reads import tensor_reads
 from tests.support.stored import encode, model_of, write
 
@@ -64,7 +65,7 @@ def finite(dtype: str, raw: bytes) -> bytes:
     return bits.tobytes()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.sampled_from(FLOATS),
     st.binary(min_size=8, max_size=400).map(lambda raw: raw[: len(raw) // 8 * 8]),

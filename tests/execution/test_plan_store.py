@@ -17,6 +17,7 @@ from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.verbs.ls import query
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.catalog.flips import flipped
+from tests.support.laws import examples
 
 Text = Callable[..., str]
 
@@ -29,7 +30,9 @@ def plans(home: Warehouse, recipe_text: Text) -> tuple[MergePlan, MergePlan]:
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(60),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(draw=st.data())
 def test_a_flipped_bit_anywhere_in_a_plan_is_seen_when_it_is_loaded(

@@ -21,6 +21,7 @@ from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.facts.input_segments import plan_inputs
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.warehouse import Warehouse
+from tests.support.laws import examples
 
 pytestmark = pytest.mark.usefixtures("baselines")
 
@@ -107,7 +108,7 @@ def test_any_flipped_bit_of_an_expert_is_refused_by_the_norm_of_its_delta(
     }
     base_path = Path(plan.sources[plan.roles.index("base")].root) / "model.safetensors"
 
-    @settings(max_examples=6)
+    @settings(max_examples=examples(6))
     @given(st.data())
     def check(data: st.DataObject) -> None:
         e = data.draw(st.sampled_from(opened))

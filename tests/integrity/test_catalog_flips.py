@@ -25,6 +25,7 @@ from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.verbs.analyze import analyze
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.catalog.flips import flipped
+from tests.support.laws import examples
 
 #: Kind to what is in the path of its files.
 KINDS = {
@@ -34,7 +35,7 @@ KINDS = {
     "statistics": "/b",
 }
 flips = settings(
-    max_examples=8,
+    max_examples=examples(8),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -25,10 +25,11 @@ from tests.operators.cases import (
     windows_of,
 )
 from tests.support import oracles, oracles_spherical
+from tests.support.laws import examples
 from tests.support.oracles import ORACLES, Bools, Case
 
 EPS = float(np.finfo(np.float32).eps)
-law = settings(max_examples=30, deadline=None)
+law = settings(max_examples=examples(30), deadline=None)
 #: Methods that choose an operator merge nothing themselves.
 MERGING = {name: op for name, op in OPERATORS.items() if op.choose is None}
 

@@ -19,6 +19,7 @@ from mergepipe_pipeline.operators import OPERATORS, Window
 from mergepipe_pipeline.operators.kernels.bits import narrow
 from mergepipe_pipeline.operators.kernels.merge_tiles import ABSENT, STORED, TILE_ELEMS
 from mergepipe_pipeline.operators.steps.fused_kernel import FusedKernel, tiles_of
+from tests.support.laws import examples
 
 FUSED = sorted(name for name, o in OPERATORS.items() if o.fused)
 #: Numbers whose handling differs between careless kernels.
@@ -104,7 +105,7 @@ def kernel_of(task: TensorTask, *, is_delta: bool) -> FusedKernel:
 
 
 @pytest.mark.parametrize("name", FUSED)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(seed=st.integers(0, 2**31), count=st.integers(1, 5), odd=st.booleans())
 def test_the_kernel_gives_the_bits_of_the_operator(
     name: str, seed: int, count: int, odd: bool
@@ -125,7 +126,7 @@ def test_the_kernel_gives_the_bits_of_the_operator(
 
 
 @pytest.mark.parametrize("name", [n for n in FUSED if OPERATORS[n].schema.space == "delta"])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(seed=st.integers(0, 2**31), absent=st.sets(st.integers(0, 4)))
 def test_an_absent_expert_is_one_that_equals_the_base(
     name: str, seed: int, absent: set[int]
@@ -142,7 +143,7 @@ def test_an_absent_expert_is_one_that_equals_the_base(
 
 
 @pytest.mark.parametrize("name", [n for n in FUSED if OPERATORS[n].schema.space == "delta"])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(
     seed=st.integers(0, 2**31),
     start=st.integers(0, 2 * TILE_ELEMS),

@@ -20,6 +20,7 @@ from mergepipe_pipeline.engine.accelerator import stays_on_cpu
 from mergepipe_pipeline.operators import OPERATORS, Window
 from mergepipe_pipeline.operators.steps import random, sparsify
 from tests.operators.cases import assert_same_bits, big_job
+from tests.support.laws import examples
 
 MERGING = [name for name, op in OPERATORS.items() if op.choose is None]
 DEVICES = [
@@ -80,7 +81,7 @@ def same_but_for_nan(found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     seed=st.integers(0, 2**40),
     start=st.integers(0, 70) | st.integers(2**32 - 40, 2**32 + 40) | st.integers(0, 2**48),
@@ -105,7 +106,7 @@ def test_a_drop_keeps_what_the_mask_of_the_reference_keeps(device: str, density:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     seed=st.integers(0, 2**31),
     shape=st.tuples(st.integers(1, 9), st.sampled_from([1, 2, 3, 50, 333])),

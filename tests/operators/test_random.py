@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.operators.steps.random import keep_below, keep_mask, uniforms
+from tests.support.laws import examples
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     start=st.integers(0, 200),
     n=st.integers(0, 200),
@@ -60,7 +61,7 @@ def test_a_higher_density_keeps_a_superset() -> None:
     assert (high | ~low).all()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(start=st.integers(0, 60), n=st.integers(0, 60), density=st.floats(0.01, 0.99))
 def test_a_mask_is_what_the_numbers_of_its_elements_say(start: int, n: int, density: float) -> None:
     numbers = uniforms(3, 1, "w", start, n)

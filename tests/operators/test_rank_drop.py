@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.operators.kernels.rank_drop import drop_rows
+from tests.support.laws import examples
 
 KINDS = ("bfloat16", "float32", "equal", "few values")
 
@@ -22,7 +23,7 @@ def rows_of(kind: str, r: int, n: int, seed: int) -> np.ndarray:
     return np.round(values * 2) if kind == "few values" else values
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.sampled_from(KINDS), st.integers(1, 4), st.integers(1, 700), st.integers(0, 2**32 - 1))
 def test_what_is_kept_is_what_a_stable_sort_would_keep(
     kind: str, r: int, n: int, seed: int

@@ -23,11 +23,12 @@ from mergepipe_pipeline.errors import OperatorError
 from mergepipe_pipeline.operators import OPERATORS, Window
 from mergepipe_pipeline.operators.steps.tensor_measures import Sums
 from tests.operators.cases import assert_same_bits
+from tests.support.laws import examples
 from tests.support.oracles import Case, Floats
 from tests.support.oracles_spherical import ORACLES_SPHERICAL, model_stock, nuslerp
 
 NAME = "model.layers.0.mlp.up_proj.weight"
-law = settings(max_examples=40, deadline=None)
+law = settings(max_examples=examples(40), deadline=None)
 every_method = pytest.mark.parametrize("method", ORACLES_SPHERICAL)
 live = pytest.mark.skipif(
     importlib.util.find_spec("mergekit") is None, reason="mergekit is not installed (.[peer])"

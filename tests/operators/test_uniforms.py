@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from mergepipe_pipeline.operators.kernels.splitmix import GAMMA
 from mergepipe_pipeline.operators.kernels.uniforms import fill_uniforms
 from mergepipe_pipeline.operators.steps.random import stream_key, uniforms
+from tests.support.laws import examples
 
 KEYS = [0, 1, 2**64 - 1, int(GAMMA), int(stream_key(3, 1, "w"))]
 N = 1 << 20
@@ -27,7 +28,7 @@ def ones(numbers: npt.NDArray[np.uint32]) -> npt.NDArray[np.float64]:
     return np.array([((numbers >> np.uint32(bit)) & 1).mean() for bit in range(32)])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     seed=st.integers(0, 2**40),
     start=st.integers(0, 70) | st.integers(2**32 - 40, 2**32 + 40) | st.integers(0, 2**48),

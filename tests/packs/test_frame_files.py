@@ -22,6 +22,7 @@ from mergepipe_pipeline.storage.page_buffer import PageBuffer
 from mergepipe_pipeline.storage.source import Reading
 from mergepipe_pipeline.verbs.pack import pack
 from tests.packs.models import warehouse_of
+from tests.support.laws import examples
 
 NAME = "model.layers.0.b.weight"
 
@@ -47,7 +48,7 @@ def written(root: Path, tensor: PackedTensor, tier: int, chunk: int) -> bytes:
     return frames_path(root, TIERS[tier]).read_bytes()[start:stop]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(0, 2**32 - 1), st.sampled_from(get_args(Reading)), st.booleans(), st.booleans())
 def test_any_frames_of_any_chunks_come_as_they_were_written(
     known: Pack, seed: int, reading: Reading, is_cold: bool, room_is_used: bool

@@ -12,6 +12,7 @@ from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.domain.plan import TrimRule
 from mergepipe_pipeline.domain.stats import SAMPLE_WIDTH, TensorStats
 from mergepipe_pipeline.planner.kept_sq_norm import kept_sq_norm
+from tests.support.laws import examples
 from tests.support.oracles import largest
 
 GRID = BlockGrid(4096)
@@ -71,7 +72,7 @@ def parts(delta: Deltas, density: float, outliers: float) -> tuple[TrimRule, Tri
     return trim, above, np.where(kept & ~out, delta, np.float32(0))
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(
     seed=st.integers(0, 2**32),
     n=st.integers(1, 9000),

@@ -26,6 +26,7 @@ from mergepipe_pipeline.planner.packed_rows import (
 from mergepipe_pipeline.planner.selection import PlanningProblem, select
 from mergepipe_pipeline.planner.strategies import PACKS, STRATEGIES, Ranked, rank
 from tests.planner.levelled import GRID, levels_of, problem, tables
+from tests.support.laws import examples
 
 PATTERN = st.sampled_from(["*", "e0", "e1"])
 SELECTIONS = st.lists(
@@ -90,7 +91,7 @@ def saved(table: LevelTable, levels: np.ndarray) -> float:
     return float(CHUNK_ELEMS * (np.sqrt(c.sq_norm / c.sq_norm.mean()) * (1 - left))[known].sum())
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(seed=st.integers(0, 2**32), fraction=st.floats(0, 1))
 def test_what_a_budget_buys_is_within_one_upgrade_of_the_best_there_is(
     seed: int, fraction: float
@@ -136,7 +137,7 @@ def test_what_a_budget_buys_is_within_one_upgrade_of_the_best_there_is(
     assert best - largest - 1e-6 <= saved(table, found) <= best + 1e-6
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(seed=st.integers(0, 2**32), scale=st.sampled_from([2.0**-10, 1.0, 2.0**10]))
 def test_all_places_and_all_experts_of_like_strength_reach_a_level_before_any_the_next(
     seed: int, scale: float

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from mergepipe_pipeline.domain.recipe import Budget, Selection, Share
 from mergepipe_pipeline.errors import BudgetError
 from mergepipe_pipeline.recipe.budget import parse_budget, parse_error, with_amount
+from tests.support.laws import examples
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,7 @@ def test_what_is_no_budget_is_refused_with_a_next_step(written: object, hint: st
     assert len(str(caught.value)) < 300
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.text() | st.integers() | st.floats() | st.booleans() | st.none())
 def test_any_value_is_a_budget_or_a_budget_error(value: object) -> None:
     try:
@@ -99,13 +100,13 @@ def test_any_value_is_a_budget_or_a_budget_error(value: object) -> None:
     assert limit is None or limit >= 0
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.integers(0, 2**40), st.sampled_from([("kB", 10**3), ("MiB", 2**20), ("B", 1)]))
 def test_whole_units_are_exact(n: int, unit: tuple[str, int]) -> None:
     assert parse_budget(f"{n}{unit[0]}", "here") == Budget(nbytes=n * unit[1])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.integers(0, 2**40) | st.integers(0, 200) | st.floats(0, 200).map(lambda x: round(x, 3)))
 def test_a_number_without_a_unit_is_the_same_as_a_number_and_as_a_text(n: float) -> None:
     found = []
@@ -118,7 +119,7 @@ def test_a_number_without_a_unit_is_the_same_as_a_number_and_as_a_text(n: float)
     assert n == 0 or n > 100 or "for a share" in found[0] or "whole bytes" in found[0]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.text() | st.integers() | st.floats() | st.booleans() | st.none())
 def test_any_value_is_an_error_to_accept_or_a_budget_error(value: object) -> None:
     try:
@@ -127,7 +128,7 @@ def test_any_value_is_an_error_to_accept_or_a_budget_error(value: object) -> Non
         return
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.floats(0, 1, exclude_max=True))
 def test_an_error_is_the_same_as_a_number_and_as_a_text(error: float) -> None:
     assert parse_error(error, "here") == error

@@ -14,6 +14,7 @@ from mergepipe_pipeline.recipe.budget import fits, read_budget, selects
 from mergepipe_pipeline.recipe.problems import Problems
 from mergepipe_pipeline.recipe.references import parse_reference
 from tests.recipe.synthetic import parse_all, resolve_all
+from tests.support.laws import examples
 
 RECIPE = """\
 merge_method: ties
@@ -76,7 +77,7 @@ VALUES = st.recursive(
 KEYS = st.sampled_from(["limit", "error", "pin", "exclude", "keep", "shares", "x"])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.dictionaries(KEYS, VALUES, min_size=1))
 def test_any_mapping_is_a_budget_without_problems_or_has_problems_under_its_key(
     value: dict[str, object],
@@ -113,7 +114,7 @@ def test_a_name_is_without_path_and_revision_and_with_its_adapter(
     assert not fits(other, ref)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     st.lists(st.sampled_from(["a", "b", "*"]), max_size=2),
     st.lists(st.sampled_from(["x", "y*", "*"]), max_size=2),

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.recipe.cron import cron_problem, when_merged
+from tests.support.laws import examples
 
 _VALUES = st.integers(0, 61).map(str) | st.sampled_from(
     ["jan", "dec", "sun", "SAT", "mon", "00", "07", "x", "é", "٣", "L", "?"]
@@ -33,7 +34,7 @@ _LIKELY = st.tuples(
 _SCHEDULES = _LIKELY.map(" ".join) | st.lists(_FIELDS, min_size=4, max_size=6).map(" ".join)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(_SCHEDULES)
 def test_what_is_taken_here_dagster_takes_and_it_fires_within_eight_years(schedule: str) -> None:
     if cron_problem(schedule) is None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mergepipe_pipeline.errors import BudgetError, RecipeError
 from tests.recipe.schemas import METHODS, resolve, table
 from tests.recipe.synthetic import parse_all
+from tests.support.laws import examples
 
 # fmt: off
 KEYS = st.sampled_from([
@@ -111,32 +112,32 @@ def _is_read_or_refused(text: str) -> None:
     assert message.encode()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.text(st.characters(), max_size=80))
 def test_any_text_is_read_or_refused(text: str) -> None:
     _is_read_or_refused(text)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(FRAGMENTS)
 def test_any_heap_of_yaml_is_read_or_refused(text: str) -> None:
     _is_read_or_refused(text)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(VALUES | RECIPES | SLICED)
 def test_any_value_written_as_yaml_is_read_or_refused(value: object) -> None:
     _is_read_or_refused(yaml.safe_dump(value))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.lists(RECIPES | SLICED | VALUES, max_size=3))
 def test_any_documents_are_stages_or_refused(values: list[object]) -> None:
     with contextlib.suppress(RecipeError, BudgetError):
         assert len(parse_all(yaml.safe_dump_all(values))) == len(values)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(SLICED, st.sets(st.sampled_from(["a", "b"])))
 def test_slices_of_partial_models_are_resolved_or_refused(value: object, partial: set[str]) -> None:
     some = dict.fromkeys(partial, table(["model.layers.1.mlp.up.weight"]))

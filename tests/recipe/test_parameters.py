@@ -16,6 +16,7 @@ from mergepipe_pipeline.recipe.parameters import (
     position,
 )
 from mergepipe_pipeline.recipe.problems import Problems
+from tests.support.laws import examples
 
 FINITE = st.floats(-1e6, 1e6)
 
@@ -33,7 +34,7 @@ def _refusals(raw: object, name: str = "weight") -> tuple[str, ...]:
     return problems.sentences()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.lists(FINITE, min_size=1, max_size=8), st.floats(0, 1))
 def test_a_gradient_is_numpys_interpolation_over_evenly_spaced_anchors(
     anchors: list[float], t: float
@@ -42,13 +43,13 @@ def test_a_gradient_is_numpys_interpolation_over_evenly_spaced_anchors(
     assert interpolate(anchors, t) == pytest.approx(float(expected), rel=1e-9, abs=1e-6)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1), st.floats(0, 1))
 def test_a_gradient_never_leaves_the_range_of_its_anchors(anchors: list[float], t: float) -> None:
     assert min(anchors) <= interpolate(anchors, t) <= max(anchors)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(FINITE, st.integers(1, 9), st.floats(0, 1))
 def test_a_gradient_of_equal_anchors_is_exactly_that_number(x: float, n: int, t: float) -> None:
     assert interpolate([x] * n, t) == x

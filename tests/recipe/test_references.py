@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from mergepipe_pipeline.domain.recipe import ModelRef
 from mergepipe_pipeline.recipe.references import UnreadableReference, identity, parse_reference
+from tests.support.laws import examples
 
 NAMES = st.from_regex(r"[a-z0-9_.-]{1,8}(/[a-z0-9_-]{1,8})?", fullmatch=True).filter(
     lambda name: not name.startswith(".")
@@ -63,7 +64,7 @@ def test_what_names_no_model_is_refused(value: object, problem: str) -> None:
         parse_reference(value)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(NAMES, st.none() | NAMES, st.none() | NAMES, st.none() | NAMES)
 def test_a_mapping_and_its_text_name_the_same_model(
     path: str, revision: str | None, lora: str | None, lora_revision: str | None

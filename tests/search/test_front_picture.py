@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from mergepipe_pipeline.search.front import Front, Trial, front_picture
 from mergepipe_pipeline.search.search_file import Objective
+from tests.support.laws import examples
 
 figures = st.one_of(st.floats(-1e6, 1e6), st.sampled_from([0.0, 1.0, 1e-9, 5e-324]))
 names = st.text(st.characters(max_codepoint=126), max_size=60)
@@ -48,7 +49,7 @@ def fronts(draw: st.DrawFn) -> Front:
     return Front(draw(names), objectives, tuple(trials))
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=examples(5), deadline=None)
 @given(fronts())
 def test_whatever_is_measured_is_drawn_small(front: Front) -> None:
     assert len(front_picture(front)) < 150_000

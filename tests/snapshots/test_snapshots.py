@@ -19,6 +19,7 @@ from mergepipe_pipeline.snapshots.commit import Checked, commit_snapshot, verify
 from mergepipe_pipeline.snapshots.find import list_snapshots, load_snapshot
 from mergepipe_pipeline.storage import atomic
 from tests.snapshots.tiny import Crash, Store, count_steps, crash_at
+from tests.support.laws import examples
 from tests.support.listed import folders_listed
 
 
@@ -70,7 +71,7 @@ def test_shards_are_links_to_read_only_objects(store: Store) -> None:
     assert path.stat().st_mode & 0o777 == 0o444
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.data())
 def test_any_flipped_bit_is_found_and_its_place_is_named(
     snapshot: Snapshot, data: st.DataObject

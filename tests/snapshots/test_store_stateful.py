@@ -16,6 +16,7 @@ from mergepipe_pipeline.snapshots.commit import verify_snapshot
 from mergepipe_pipeline.snapshots.find import list_snapshots
 from mergepipe_pipeline.storage import atomic
 from tests.snapshots.tiny import Crash, Store, crash_at
+from tests.support.laws import examples
 
 CONTENTS = st.lists(st.integers(0, 3), min_size=1, max_size=2, unique=True).map(
     lambda c: tuple(sorted(c))
@@ -112,5 +113,5 @@ class StoreMachine(RuleBasedStateMachine):
         shutil.rmtree(self.root)
 
 
-StoreMachine.TestCase.settings = settings(max_examples=12, stateful_step_count=12, deadline=None)
+StoreMachine.TestCase.settings = settings(max_examples=examples(12), stateful_step_count=12)
 TestStore = StoreMachine.TestCase

@@ -15,6 +15,7 @@ from mergepipe_pipeline.digest import seal
 from mergepipe_pipeline.errors import CommitConflictError, CorruptionError, NotFoundError
 from mergepipe_pipeline.storage import atomic
 from mergepipe_pipeline.storage.chain import VersionChain
+from tests.support.laws import examples
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=5),
@@ -24,7 +25,7 @@ JSON = st.recursive(
 VALUES = st.dictionaries(st.text(max_size=4).filter(lambda k: k != "sha256"), JSON, max_size=4)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.lists(VALUES, max_size=4))
 def test_appended_values_come_back_in_order(values: list[dict[str, object]]) -> None:
     with tempfile.TemporaryDirectory() as tmp:
@@ -67,7 +68,7 @@ def test_concurrent_writers_get_distinct_numbers_and_lose_nothing(tmp_path: Path
     assert [chain.get(n)["i"] for n in numbers] == list(range(32))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.data())
 def test_a_flipped_bit_in_a_version_is_corruption_of_that_file(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as tmp:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from mergepipe_pipeline.storage import uncached
 from mergepipe_pipeline.storage.uncached import DirectFile, cached_nbytes
+from tests.support.laws import examples
 
 PIECE = 4 << 20
 
@@ -39,7 +40,7 @@ def test_a_file_holds_what_was_appended(tmp_path: Path, nbytes: int, step: int) 
     assert (tmp_path / "x").read_bytes() == data
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(steps=st.lists(st.integers(1, 3 * PIECE), min_size=1, max_size=8))
 def test_it_does_whatever_the_pieces(
     tmp_path_factory: pytest.TempPathFactory, steps: list[int]

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from mergepipe_pipeline.errors import CheckpointError
 from mergepipe_pipeline.storage.source import Handles, LocalSource
+from tests.support.laws import examples
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,9 @@ def test_a_file_that_opens_slowly_keeps_nobody_else_waiting(folder: Path) -> Non
 
 
 @settings(
-    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(50),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(st.integers(1, 5), st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=40))
 def test_what_is_read_stays_open_and_of_the_rest_no_more_than_allowed(

@@ -21,6 +21,7 @@ from mergepipe_pipeline.storage.held import (
 )
 from mergepipe_pipeline.storage.read_batch import ReadBatch
 from mergepipe_pipeline.storage.source import LocalSource
+from tests.support.laws import examples
 
 _PIECE = PIECE_NBYTES
 _SIZE = 3 * _PIECE + 12345
@@ -85,7 +86,7 @@ def cut(stop: int, length: int) -> list[tuple[int, int]]:
     return [(a, min(a + length, stop)) for a in range(0, stop, length)]
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     st.integers(0, 5),
     st.integers(1, _PIECE >> 15).map(lambda n: n << 15),

@@ -16,6 +16,7 @@ from mergepipe_pipeline.storage.read_batch import ReadBatch
 from mergepipe_pipeline.storage.source import LocalSource, Reading
 from mergepipe_pipeline.storage.uncached import PAGE_NBYTES, page_aligned
 from tests.storage.files import drop
+from tests.support.laws import examples
 
 _SIZES = {"a": (5 << 20) + 4321, "b": 300_001, "c": 7}
 
@@ -35,7 +36,7 @@ places = st.sampled_from(sorted(_SIZES)).flatmap(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(places, max_size=6),
     st.sampled_from(["ahead", "exact", "once"]),
@@ -60,7 +61,7 @@ def test_a_batch_gives_the_bytes_of_the_files(
         assert bytes(out) == bytes(copy) == (folder / name).read_bytes()[a:b]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.integers(0, _SIZES["a"] - (1 << 17)), st.integers(1 << 17, 1 << 20))
 def test_memory_that_lies_in_its_pages_as_the_file_does_is_filled_as_well(
     folder: Path, start: int, nbytes: int

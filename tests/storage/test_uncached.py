@@ -16,6 +16,7 @@ from mergepipe_pipeline.storage import uncached
 from mergepipe_pipeline.storage.source import LocalSource, Reading
 from mergepipe_pipeline.storage.uncached import cached_nbytes, fits_page_cache, read_uncached
 from tests.storage.files import drop
+from tests.support.laws import examples
 
 pytestmark = pytest.mark.usefixtures("durable_writes")
 
@@ -50,7 +51,7 @@ def can_read_past_cache(path: Path) -> bool:
         os.close(handle)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     start=st.integers(0, SIZE),
     nbytes=st.integers(0, SIZE),

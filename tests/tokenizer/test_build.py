@@ -22,6 +22,7 @@ from mergepipe_pipeline.domain.recipe import TokenizerRecipe, TokenRule
 from mergepipe_pipeline.errors import CheckpointError, RecipeError
 from mergepipe_pipeline.tokenizer.build import TokenizerBuild, build_tokenizer
 from mergepipe_pipeline.tokenizer.model_tokenizer import ModelTokenizer, read_tokenizer
+from tests.support.laws import examples
 from tests.tokenizer.models import Matrix, document, entry, files_of, gather, words
 
 UNION = TokenizerRecipe("union")
@@ -101,7 +102,7 @@ def row_by_definition(setting: Setting, token: str, model: int) -> Matrix:
 
 
 @given(some_settings())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_every_row_is_the_one_that_the_rules_define(setting: Setting) -> None:
     build = build_of(setting)
     for model, rows in enumerate(build.rows):
@@ -115,7 +116,7 @@ def test_every_row_is_the_one_that_the_rules_define(setting: Setting) -> None:
 
 
 @given(some_settings())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_the_output_is_the_source_with_all_that_is_asked_for_behind_it(setting: Setting) -> None:
     build, recipe = build_of(setting), setting.recipe
     lead = setting.base or 0
@@ -132,7 +133,7 @@ def test_the_output_is_the_source_with_all_that_is_asked_for_behind_it(setting: 
 
 
 @given(some_settings())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_the_output_file_gives_every_token_its_id_when_it_is_loaded(setting: Setting) -> None:
     build = build_of(setting)
     loaded = Tokenizer.from_str(build.files["tokenizer.json"].decode())
@@ -143,7 +144,7 @@ def test_the_output_file_gives_every_token_its_id_when_it_is_loaded(setting: Set
 
 
 @given(some_settings())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_equal_vocabularies_give_the_identity_and_the_same_bytes(setting: Setting) -> None:
     model = setting.models[0]
     build = build_tokenizer(UNION, [model, model], 0)

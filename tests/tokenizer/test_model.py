@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 from mergepipe_pipeline.errors import CheckpointError
 from mergepipe_pipeline.tokenizer.model_tokenizer import read_tokenizer
+from tests.support.laws import examples
 from tests.tokenizer.models import document, entry, files_of
 
 EXTRA = ("extra_special_tokens", "additional_special_tokens", "added_tokens_decoder")
@@ -25,7 +26,7 @@ EXTRA = ("extra_special_tokens", "additional_special_tokens", "added_tokens_deco
     st.permutations(range(9)),
     st.lists(st.tuples(st.sampled_from("defghi"), st.integers(0, 20)), max_size=5),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_ids_are_those_of_the_tokenizers_library(
     tokens: list[str], ids: list[int], added: list[tuple[str, int]]
 ) -> None:
@@ -123,7 +124,7 @@ def test_a_damaged_file_is_refused_with_its_name(data: bytes, message: str) -> N
 )
 @example({"model": {"vocab": []}}, "tokenizer.json")
 @example({"model": {"vocab": {}}}, "tokenizer.json")
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_any_json_is_read_or_refused_on_purpose(value: Any, file: str) -> None:
     files = {**files_of(document({"x": 0})), file: json.dumps(value).encode()}
     with suppress(CheckpointError):

@@ -26,6 +26,7 @@ from mergepipe_pipeline.verbs.verify import verify
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.support.architectures import make as make_architecture
 from tests.support.family import tensors_of, write_model
+from tests.support.laws import examples
 from tests.tools.record import RANK, RECORD, lora_errors
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -52,7 +53,7 @@ def read(folder: Path | str) -> dict[str, torch.Tensor]:
     return {k: v for f in Path(folder).glob("*.safetensors") for k, v in load_file(f).items()}
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(
     st.integers(0, 1000),
     st.sampled_from([(260, 300), (300, 260), (40, 7)]),

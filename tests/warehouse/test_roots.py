@@ -32,6 +32,7 @@ from mergepipe_pipeline.verbs.replace import move_to_cold, unpack
 from mergepipe_pipeline.verbs.verify import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.packs.test_replace import files_in, with_side_files
+from tests.support.laws import examples
 
 METHODS = {
     "ties": "parameters: {density: 0.3}",
@@ -154,7 +155,7 @@ def test_a_machine_that_mounts_elsewhere_shares_names_plans_and_layers(
     assert Warehouse.at(home.root).catalog.root("base") == f"{other}/base"
 
 
-@settings(max_examples=2)
+@settings(max_examples=examples(2))
 @given(places, places, st.sampled_from(sorted(METHODS)))
 def test_ids_are_the_same_from_two_mounts(
     family: Path, one: Path, other: Path, method: str
