@@ -232,7 +232,7 @@ class Catalog:
 
     def digests(self, checkpoint_id: str) -> Mapping[str, str] | None:
         """Tensor name to digest, or None if not all are known."""
-        return self.contents(checkpoint_id).whole()
+        return self.contents(checkpoint_id).all_known()
 
     def facts(self, base_id: str, owner_id: str) -> PairFacts:
         """The facts of an expert, or of a group of them, against a base."""

@@ -68,13 +68,13 @@ class ContentFiles:
         is_whole = names is not None and rows.keys() >= set(names)
         if rows and not is_whole:
             self._write(self._id + _PART, list(rows.values()))
-        if names is not None and not is_whole and self.whole() is None:
+        if names is not None and not is_whole and self.all_known() is None:
             is_whole = self.known().keys() >= set(names)
             rows = self._rows() if is_whole else rows
         if names is not None and is_whole:
             self._write(self._id, [rows[name] for name in names])
 
-    def whole(self) -> Mapping[str, str] | None:
+    def all_known(self) -> Mapping[str, str] | None:
         """Tensor name to digest of all tensors; None if some are not known."""
         for path in find_sealed(self._folder, self._id):
             if (digests := _digests(path, version(path))) is not None:

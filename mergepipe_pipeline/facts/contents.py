@@ -177,7 +177,7 @@ class Contents:
         from mergepipe_pipeline.analysis.digests import digest_checkpoint
 
         self.verify()
-        if (stored := self._files.whole()) is not None:
+        if (stored := self._files.all_known()) is not None:
             return stored
         checkpoint, known = self._checkpoint, self._files.known()
         unread = {t.name: t.nbytes for t in checkpoint.tensors if t.name not in known}
@@ -222,7 +222,11 @@ class Contents:
         """
         checkpoint, snapshots = self._checkpoint, self._warehouse.snapshots
         folder, checked = Path(checkpoint.root), (checkpoint.root, checkpoint.stamp)
-        if folder.parent == snapshots and checked not in _CHECKED and self._files.whole() is None:
+        if (
+            folder.parent == snapshots
+            and checked not in _CHECKED
+            and self._files.all_known() is None
+        ):
             verify_with_progress(load_snapshot(snapshots, folder.name), self._progress)
             _CHECKED.add(checked)
 
@@ -238,13 +242,13 @@ class Contents:
             taken = digest_checkpoint(checkpoint, advance)
         for name, (segments,) in taken.items():
             if known.get(name, segments.content) != segments.content:
-                elements = self.wrong_elements(name, segments)
-                error = _changed(checkpoint, name, known[name], segments.content, elements)
+                error = _changed(checkpoint, name, known[name], segments.content)
+                error.where = f"{error.where}{self.wrong_elements(name, segments)}"
                 first = self._places.first()
                 if first is not None and first.root != checkpoint.root:
                     error.expected = f"{error.expected}, as it was read at {first.root}"
                 raise error
-        if self._files.whole() is None:
+        if self._files.all_known() is None:
             self._files.put(taken, checkpoint.by_name)
 
     def wrong_elements(self, tensor: str, segments: Segments) -> str:
@@ -281,12 +285,10 @@ def refuse_changed(
         raise _changed(checkpoint, tensor, known[tensor], content)
 
 
-def _changed(
-    checkpoint: Checkpoint, tensor: str, known: str, content: str, elements: str = ""
-) -> CorruptionError:
+def _changed(checkpoint: Checkpoint, tensor: str, known: str, content: str) -> CorruptionError:
     return CorruptionError(
         "An input's bytes are not those that were analysed",
-        where=f"{checkpoint.root}, tensor {tensor}{elements}",
+        where=f"{checkpoint.root}, tensor {tensor}",
         expected=f"content {known[:16]}",
         found=f"{content[:16]}, in a file of the same size and time",
         next_step="if the file is damaged, copy it again; if it is another model, or the change "

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Registration
 from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
+from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.errors import CheckpointError, MergePipeError, NotFoundError
 from mergepipe_pipeline.facts.contents import Contents, content_of
 from mergepipe_pipeline.facts.quarantine import Quarantine, decide, quarantine_of
@@ -32,14 +33,19 @@ def register(
     An unchanged checkpoint adds no version. Raises CheckpointError for what is not a readable
     checkpoint, NotFoundError for an unknown base.
     """
-    catalog = warehouse.catalog
     if base is not None:
         base = locate_registered(warehouse, base).name
+    by_link = None
     if is_address(str(path)):
-        checkpoint = Places(warehouse).locate(str(path))
-        return catalog.register(
-            replace(checkpoint, name=name or checkpoint.name), base, is_meant=True
-        )
+        found = Places(warehouse).locate(str(path))
+        checkpoint = replace(found, name=name or found.name)
+    else:
+        checkpoint, by_link = _opened(warehouse, path, name)
+    return warehouse.catalog.register(checkpoint, base, is_meant=True, by_link=by_link)
+
+
+def _opened(warehouse: Warehouse, path: str | Path, name: str | None) -> tuple[Checkpoint, bool]:
+    """The checkpoint at a path, and whether it is there by a link of the inbox."""
     root = Path(os.path.realpath(expanded(path)))
     if is_hub_name(str(path)) and not root.exists():
         raise CheckpointError(
@@ -49,10 +55,9 @@ def register(
             found="nothing at this path that may be read",
             next_step=f"check the path, or write hf://{path} for a model of the Hugging Face hub",
         )
-    chosen = name or free_name(catalog, root, {})
+    chosen = name or free_name(warehouse.catalog, root, {})
     by_link = Path(path) == warehouse.inbox / chosen and Path(path).is_symlink()
-    checkpoint = open_checkpoint(str(root), chosen)
-    return catalog.register(checkpoint, base, is_meant=True, by_link=by_link)
+    return open_checkpoint(str(root), chosen), by_link
 
 
 def check_tags(tags: Collection[str]) -> None:

@@ -52,13 +52,13 @@ def test_the_whole_is_written_once_every_tensor_is_known_and_outlives_damaged_pa
 ) -> None:
     put(tmp_path, 2)
     names = ["t2", "t0", "t1"]
-    assert files(tmp_path).whole() is None
+    assert files(tmp_path).all_known() is None
     assert files(tmp_path).known().keys() == {"t0", "t1"}
     last = Segments(COARSE_ELEMS, b"x" * 16), Segments(FINE_ELEMS, b"y" * 32)
     files(tmp_path).put({"t2": last}, names)
     for part in tmp_path.rglob("*.part.*"):
         part.write_bytes(b"")
-    digests = files(tmp_path).whole()
+    digests = files(tmp_path).all_known()
     assert digests is not None
     assert list(digests) == names
     assert digests["t2"] == last[0].content
@@ -73,6 +73,6 @@ def test_a_damaged_whole_is_put_together_again_from_parts(tmp_path: Path) -> Non
     whole = next(p for p in tmp_path.rglob("*.parquet") if ".part." not in p.name)
     data = whole.read_bytes()
     whole.write_bytes(data[:-9])
-    assert files(tmp_path).whole() is None
+    assert files(tmp_path).all_known() is None
     files(tmp_path).put({}, list(tensors))
     assert whole.read_bytes() == data
