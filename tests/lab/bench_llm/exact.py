@@ -143,12 +143,12 @@ def _zipnn(*, is_delta: bool) -> Callable[[], Codec]:
         codec = ZipNN(input_format="byte", bytearray_dtype="bfloat16", threads=1)
         if not is_delta:
             return (
-                lambda raw, _: codec.compress(raw),
+                lambda raw, _: codec.compress(bytearray(raw)),  # it changes what it gets
                 lambda held, _: bytes(codec.decompress(held)),
                 len,
             )
         return (
-            lambda raw, base: codec.compress(_xor(raw, base)),
+            lambda raw, base: codec.compress(bytearray(_xor(raw, base))),
             lambda held, base: _xor(bytes(codec.decompress(held)), base),
             len,
         )
