@@ -56,7 +56,7 @@ test: venv lint
 test-all: test test-long
 
 test-long: venv
-	$(PYTEST) -n 6 -m long  # these wait more: for daemons and browsers
+	$(PYTEST) -n 4 -m long  # these wait more: for daemons and browsers
 
 lint: venv
 	$(BIN)/ruff check .
