@@ -5,11 +5,11 @@ from __future__ import annotations
 import heapq
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from pydoc_data import topics
-from statistics import mean
 from typing import Any
 
 import torch
@@ -18,33 +18,51 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
 from mergepipe_pipeline.demo.skills import quiet
 from tests.lab.bench_llm.encoded import Encoder
-from tests.lab.bench_llm.tasks import TASKS, Item, Task
+from tests.lab.bench_llm.tasks import Item, Split, Task
 
-_BATCH, _CHOOSING, _TOKENS = 128, 16, 512
-#: Items per task whose answers' distributions are compared.
-_COMPARED = 64
+_ANSWERED, _CHOSEN, _TOKENS = 64, 32, 512
+#: One item of so many is compared with another model's.
+_COMPARED = 8
 #: Characters of each text whose perplexity is taken.
-_CHARACTERS = 40_000
+_CHARACTERS = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """Which items are answered rightly, and the logarithms of some answers' probabilities.
+
+    Of an answer that is said: [tokens of right answers, words]; of one that is chosen: [items,
+    choices].
+    """
+
+    right: Tensor
+    logs: Tensor
+
+    @property
+    def share(self) -> float:
+        """The share of items that are answered rightly."""
+        return float(self.right.float().mean())
 
 
 class Model:
-    """A model folder in bfloat16; items are judged in batches of about the same length."""
+    """A model folder in bfloat16, with the tokenizer of `base`."""
 
     def __init__(self, folder: Path, base: Path) -> None:
-        from transformers import LlamaForCausalLM
+        from transformers import AutoModelForCausalLM
 
         with quiet():
-            loaded: Any = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-        self._model = loaded.eval()
+            loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        self.lm = loaded.eval()
         self._encoder = Encoder(base)
 
-    def right(self, task: Task, items: Sequence[Item]) -> float:
-        """The share of items that are answered rightly."""
-        judge = self._chosen if task.choices else self._decoded
-        size = _CHOOSING if task.choices else _BATCH
+    def answers(self, task: Task, items: Sequence[Item]) -> Answers:
+        """The answers to a task's items, which are asked in the order of their length."""
+        order = sorted(items, key=lambda i: len(i.prompt))
+        size = _CHOSEN if task.choices else _ANSWERED
+        parts = [order[at : at + size] for at in range(0, len(order), size)]
         with torch.inference_mode():
-            said = self._by_length(items, size, lambda part: judge(task, part))
-            return mean(map(float, said))
+            found = [self._chosen(task, p) if task.choices else self._said(p) for p in parts]
+        return Answers(torch.cat([a.right for a in found]), torch.cat([a.logs for a in found]))
 
     def perplexity(self, text: str) -> float:
         """exp of the mean loss of a text's tokens, in windows that begin anew."""
@@ -53,66 +71,81 @@ class Model:
         losses = []
         with torch.inference_mode():
             for window in windows.split(4):
-                logits = self._model(input_ids=window).logits[:, :-1].float()
+                logits = self.lm(input_ids=window).logits[:, :-1].float()
                 losses.append(cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten()))
         return float(torch.stack(losses).mean().exp())
 
-    def log_probabilities(self, items: Sequence[Item]) -> Iterator[Tensor]:
-        """Of every token of the answers, over all words: [answer tokens, words] per batch."""
-        with torch.inference_mode():
-            for start in range(0, len(items), _CHOOSING):
-                batch = self._encoder.batch(items[start : start + _CHOOSING])
-                hidden = self._model.model(input_ids=batch.ids, attention_mask=batch.mask)
-                picked = hidden.last_hidden_state[batch.rows, batch.places]
-                yield log_softmax(self._model.lm_head(picked).float(), dim=-1)
+    def _said(self, items: Sequence[Item]) -> Answers:
+        """Right is what greedy decoding says: every token, and the end, is the likeliest."""
+        batch = self._encoder.batch(items)
+        hidden = self.lm.model(input_ids=batch.ids, attention_mask=batch.mask)
+        # [answer tokens, words]
+        logits = self.lm.lm_head(hidden.last_hidden_state[batch.rows, batch.places]).float()
+        missed = batch.rows[logits.argmax(1) != batch.targets]
+        right = torch.bincount(missed, minlength=len(items)) == 0
+        return Answers(right, log_softmax(logits[batch.rows % _COMPARED == 0], dim=-1))
 
-    def _by_length(
-        self, items: Sequence[Item], size: int, judge: Callable[[Sequence[Item]], list[bool]]
-    ) -> list[bool]:
-        order = sorted(items, key=lambda i: len(i.prompt))
-        return [r for at in range(0, len(order), size) for r in judge(order[at : at + size])]
+    def _chosen(self, task: Task, items: Sequence[Item]) -> Answers:
+        """Right is the choice that is likeliest, its end included."""
+        likely = self.likelihoods(task, items)
+        wanted = torch.tensor([task.choices.index(i.answer[1:]) for i in items])
+        compared = likely[::_COMPARED]
+        return Answers(likely.argmax(1) == wanted, log_softmax(compared, dim=-1))
 
-    def _decoded(self, task: Task, items: Sequence[Item]) -> list[bool]:
-        """Greedy decoding, to the letter; as many tokens as the longest right answer has."""
-        ids, mask = self._encoder.prompts(items)
-        most = max(len(self._encoder.answer(i)) for i in items)
-        made = self._model.generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=most, do_sample=False
-        )[:, ids.shape[1] :].tolist()
-        said = [self._encoder.text(row).strip() for row in made]
-        return [text == item.answer.strip() for text, item in zip(said, items, strict=True)]
+    def likelihoods(self, task: Task, items: Sequence[Item]) -> Tensor:
+        """The logarithm of each choice's probability after each question: [items, choices].
 
-    def _chosen(self, task: Task, items: Sequence[Item]) -> list[bool]:
-        """The choice that is most likely, its end included."""
-        ids, mask = self._encoder.prompts(items)
-        choices = [self._encoder.answer(Item("", f" {c}")) for c in task.choices]
-        most = max(map(len, choices))
-        tokens = torch.tensor([c + [self._encoder.end] * (most - len(c)) for c in choices])
-        counted = torch.tensor([[n < len(c) for n in range(most)] for c in choices])
-        first = self._model(input_ids=ids, attention_mask=mask, use_cache=True, logits_to_keep=1)
-        past, n = first.past_key_values, len(choices)
-        past.batch_repeat_interleave(n)
-        given = tokens.repeat(len(items), 1)  # [items * choices, tokens]
-        whole = torch.cat([mask.repeat_interleave(n, 0), torch.ones_like(given)], 1)
-        rest = self._model(
-            input_ids=given[:, :-1], attention_mask=whole[:, :-1], past_key_values=past
-        )
-        starts = first.logits.repeat_interleave(n, 0)  # [items * choices, 1, words]
-        logits = log_softmax(torch.cat([starts, rest.logits], 1).float(), dim=-1)
-        taken = logits.gather(2, given[..., None])[..., 0].reshape(len(items), n, most)
-        best = (taken * counted).sum(2).argmax(1).tolist()
-        return [f" {task.choices[b]}" == i.answer for b, i in zip(best, items, strict=True)]
+        All choices follow the question in one row, where none sees another.
+        """
+        said, wanted = self._spread(task.choices)
+        ids, mask = self._encoder.prompts(items)  # [items, prompt]
+        owner, depth, tokens = (torch.tensor(column) for column in zip(*said, strict=True))
+        whole = torch.cat([ids, tokens.expand(len(ids), -1)], 1)
+        length, prompt = whole.shape[1], ids.shape[1]
+        sees = torch.ones(length, length, dtype=torch.bool).tril()
+        sees[prompt:, prompt:] &= owner[:, None] == owner
+        filled = torch.cat([mask, torch.ones_like(whole[:, prompt:])], 1).bool()
+        # Padding sees itself alone, since a softmax over nothing is NaN.
+        seen = sees & filled[:, None] | torch.eye(length, dtype=torch.bool)
+        places = torch.cat([mask.cumsum(1) - 1, mask.sum(1, keepdim=True) + depth], 1)
+        hidden = self.lm.model(
+            input_ids=whole, attention_mask=seen[:, None], position_ids=places.clamp(0)
+        ).last_hidden_state[:, prompt - 1 :]
+        logs = log_softmax(self.lm.lm_head(hidden).float(), dim=-1)  # [items, 1 + said, words]
+        choice, token, after = (torch.tensor(column) for column in zip(*wanted, strict=True))
+        likely = torch.zeros(len(ids), len(task.choices))
+        return likely.index_add(1, choice, logs[:, after, token])
+
+    def _spread(
+        self, choices: Sequence[str]
+    ) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+        """The choices' tokens but their ends, each (choice, depth, token); and all tokens, each
+        (choice, token, place), which follows the question at place 0, or the n-th token before.
+        """
+        said, wanted = [], []
+        for n, choice in enumerate(choices):
+            after = 0
+            for depth, token in enumerate(self._encoder.answer(Item("", f" {choice}"))):
+                wanted.append((n, token, after))
+                if token != self._encoder.end:
+                    said.append((n, depth, token))
+                    after = len(said)
+        return said, wanted
 
 
-def divergence(full: Model, other: Model, most: int = _COMPARED) -> dict[str, float]:
-    """Task to the mean KL(full ‖ other), in nats, over right answers' tokens; of `most` items."""
-    found = {}
-    for task in TASKS:
-        items = task.items("test")[:most]
-        pairs = zip(full.log_probabilities(items), other.log_probabilities(items), strict=True)
-        sums = [(float(kl_div(b, a, reduction="sum", log_target=True)), len(a)) for a, b in pairs]
-        found[task.name] = sum(s for s, _ in sums) / sum(n for _, n in sums)
-    return found
+def answered(
+    model: Model, split: Split, tasks: Sequence[Task], most: int | None = None
+) -> dict[str, Answers]:
+    """The answers to `most` items of each task (None: to all), by the task's name."""
+    return {t.name: model.answers(t, t.items(split)[:most]) for t in tasks}
+
+
+def divergence(full: Mapping[str, Answers], other: Mapping[str, Answers]) -> dict[str, float]:
+    """Task to the mean KL(full ‖ other) of its answers, in nats."""
+    return {
+        name: float(kl_div(o.logs, full[name].logs, reduction="batchmean", log_target=True))
+        for name, o in other.items()
+    }
 
 
 @cache

@@ -46,13 +46,6 @@ class Encoder:
         """The tokens of an answer and of its end."""
         return [*self.prompt(item.answer), self.end]
 
-    def text(self, ids: Sequence[int]) -> str:
-        """What tokens say up to the end of the answer."""
-        ids = list(ids)
-        stop = ids.index(self.end) if self.end in ids else len(ids)
-        text: str = self._tokenizer.decode(ids[:stop])
-        return text
-
     def batch(self, items: Sequence[Item]) -> Batch:
         """Items with their answers, padded on the right."""
         prompts = [self.prompt(i.prompt) for i in items]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
@@ -12,11 +14,15 @@ from tempfile import TemporaryDirectory
 from mergepipe_pipeline.domain.plan import Estimates
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.lab.bench.bench_budget import distance, forget, run
+from tests.lab.bench.cases import mergekit
 from tests.lab.bench.pack_cells import STRATEGIES
-from tests.lab.bench_llm.answers import Model
-from tests.lab.bench_llm.score import Scored, answered, whole
-from tests.lab.bench_llm.tasks import TASKS
+from tests.lab.bench_llm.answers import Answers, Model, answered
+from tests.lab.bench_llm.kinds import Kind
+from tests.lab.bench_llm.score import Scored, Scores, whole
+from tests.lab.bench_llm.tasks import Task
 
+#: The seed that scales are tuned with.
+FIRST_SEED = 0
 BUDGETS = ("50%", "25%", "12.5%", "6.25%", "3%", "1.5%", "0.5%")
 _SCALES = (0.2, 0.3, 0.45, 0.7, 1.0)
 #: Items of each task in the validation split that a scale is chosen by.
@@ -32,11 +38,16 @@ class Method:
     whole: str = "normalize: false, lambda: {}"
 
     @property
-    def has_scale(self) -> bool:
-        """Whether one of its parameters is tuned."""
-        return "{}" in self.whole
+    def is_mergekit(self) -> bool:
+        """Whether mergekit has it, too."""
+        return self.operator != "auto"
 
-    def recipe(self, base: Path, experts: Sequence[Path], scale: float | None) -> str:
+    @property
+    def scales(self) -> tuple[float, ...]:
+        """What its parameter is tuned among; a method without one has one scale."""
+        return _SCALES if "{}" in self.whole else (1.0,)
+
+    def recipe(self, base: Path, experts: Sequence[Path], scale: float) -> str:
         """The recipe's text, which mergekit reads, too."""
         rows = "".join(f"- {{model: {e}, parameters: {{{self.own}}}}}\n" for e in experts)
         text = f"merge_method: {self.operator}\nbase_model: {base}\ndtype: bfloat16\n"
@@ -58,85 +69,125 @@ METHODS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Family:
-    """A base with the experts of all tasks; `key` tells it from others in the file of scores."""
+    """A base with the experts of all tasks, of one kind and seed."""
 
-    key: str
+    kind: Kind
+    seed: int
     base: Path
     experts: tuple[Path, ...]
 
+    @property
+    def key(self) -> str:
+        """What tells the family from others in the file of scores."""
+        return f"{self.kind.name} {self.seed}"
+
 
 def judge(home: Warehouse, family: Family, scored: Scored, keep: int = 3) -> None:
-    """Score base, experts, whole merges, and the best `keep` of them under all budgets."""
-    for model in (family.base, *family.experts):
-        key = f"{family.key} {model.name}"
-        if key not in scored:
-            scored.put(key, whole(Model(model, family.base)))
-    for method in METHODS:
-        _whole(home, family, method, scored)
-    best = sorted(METHODS, key=lambda m: -mean_skill(scored, f"{family.key} {m.operator} 100%"))
-    for method in best[:keep]:
-        _budgets(home, family, method, scored)
+    """Score base, experts, full merges, and the best `keep` of them under all budgets.
+
+    The validation split of the first seed says which scales and methods are best.
+    """
+    tasks, base = family.kind.tasks, family.base
+    scored.put(family.kind.model.name, lambda: whole(Model(base, base), tasks))
+    for expert in family.experts:
+        scored.put(f"{family.key} {expert.name}", partial(_whole, family, expert))
+    if family.seed == FIRST_SEED:
+        for method in METHODS:
+            _tune(home, family, method, scored)
+    best = sorted(METHODS, key=lambda m: -_tuned(family, m, scored)[1])
+    for method in best:
+        _judge(home, family, method, scored, BUDGETS if method in best[:keep] else ())
 
 
-def mean_skill(scored: Scored, key: str) -> float:
-    """The mean share of right answers over all tasks."""
-    return mean(scored[key][task.name] for task in TASKS)
+def _whole(family: Family, folder: Path, full: Mapping[str, Answers] | None = None) -> Scores:
+    return whole(Model(folder, family.base), family.kind.tasks, full)
 
 
-def _whole(home: Warehouse, family: Family, method: Method, scored: Scored) -> None:
-    """Tune the scale on the validation split, and score the merge with it."""
-    key = f"{family.key} {method.operator}"
-    if f"{key} 100%" in scored:
-        return
-    scale = _scale(home, family, method, scored) if method.has_scale else None
-    with _merged(home, method.recipe(family.base, family.experts, scale), None) as (folder, _):
-        scored.put(f"{key} 100%", whole(Model(folder, family.base)))
+def _tune(home: Warehouse, family: Family, method: Method, scored: Scored) -> None:
+    """Score every scale of a method on the validation split."""
+    for scale in method.scales:
+        if (key := f"{family.key} {method.operator} scale {scale}") in scored:
+            continue
+        text = method.recipe(family.base, family.experts, scale)
+        with _merged(home, scored, text, None) as (folder, _):
+            scored.put(key, partial(_valid, family, folder))
 
 
-def _scale(home: Warehouse, family: Family, method: Method, scored: Scored) -> float:
-    """The scale with the most right answers of the validation split; the smallest of equals."""
-    best = (-1.0, 0.0)
-    for scale in _SCALES:
-        key = f"{family.key} {method.operator} scale {scale}"
-        if key not in scored:
-            text = method.recipe(family.base, family.experts, scale)
-            with _merged(home, text, None) as (folder, _):
-                scored.put(key, answered(Model(folder, family.base), "valid", most=_TUNED_ON))
-        found = mean(scored[key].values())
-        if found > best[0]:
-            best = found, scale
-    return best[1]
+def _valid(family: Family, folder: Path) -> Scores:
+    found = answered(Model(folder, family.base), "valid", family.kind.tasks, _TUNED_ON)
+    return {task: a.share for task, a in found.items()}
 
 
-def _budgets(home: Warehouse, family: Family, method: Method, scored: Scored) -> None:
-    """Score the merge under every budget, from packs and from blocks, beside the full merge."""
+def _tuned(family: Family, method: Method, scored: Scored) -> tuple[float, float]:
+    """The scale with the most right answers, the smallest of equals, and their mean share."""
+    key = f"{family.kind.name} {FIRST_SEED} {method.operator} scale"
+    shares = {scale: mean(scored[f"{key} {scale}"].values()) for scale in method.scales}
+    best = max(shares, key=lambda scale: (shares[scale], -scale))
+    return best, shares[best]
+
+
+def _judge(
+    home: Warehouse, family: Family, method: Method, scored: Scored, budgets: Sequence[str]
+) -> None:
+    """Score the full merge, mergekit's, and those under the budgets, from packs and from blocks."""
     name = f"{family.key} {method.operator}"
-    keys = [f"{name} {budget} {source}" for budget in BUDGETS for source in STRATEGIES]
-    if all(key in scored for key in keys):
+    keys = [f"{name} {budget} {source}" for budget in budgets for source in STRATEGIES]
+    peer = f"{name} mergekit"
+    is_met = peer in scored or family.seed != FIRST_SEED or not method.is_mergekit
+    missing = [key for key in keys if key not in scored]
+    if not missing and is_met and f"{name} 100%" in scored:
         return
-    scale = _scale(home, family, method, scored) if method.has_scale else None
-    text = method.recipe(family.base, family.experts, scale)
-    with _merged(home, text, None) as (full, promised):
-        model, update = Model(full, family.base), distance(full, family.base)
-        for key in keys:
-            if key in scored:
-                continue
+    text = method.recipe(family.base, family.experts, _tuned(family, method, scored)[0])
+    with _merged(home, scored, text, None) as (full, promised):
+        scored.put(f"{name} 100%", lambda: _whole(family, full))
+        if not is_met:
+            with _by_mergekit(scored, text) as theirs:
+                scored.put(peer, lambda: _beside(family, theirs, full))
+        with scored.part("score"):
+            model, tasks = Model(full, family.base), family.kind.tasks
+            answers = answered(model, "test", tasks) if missing else {}
+        for key in missing:
             *_, budget, source = key.split()
-            with _merged(home, text, budget, STRATEGIES[source]) as (folder, planned):
-                found = whole(Model(folder, family.base), model)
-                found["error"] = distance(folder, full) / update
-                found["read"] = planned.expert_bytes_planned / promised.expert_bytes_total
-                scored.put(key, found)
+            with _merged(home, scored, text, budget, STRATEGIES[source]) as (folder, planned):
+                find: Callable[[], Scores] = partial(_beside, family, folder, full, answers)
+                if folder.name == full.name:  # which is that of its bits
+                    find = partial(_equal, scored[f"{name} 100%"], tasks)
+                read = planned.expert_bytes_planned / promised.expert_bytes_total
+                scored.put(key, find, read=read)
+
+
+def _beside(
+    family: Family, folder: Path, full: Path, answers: Mapping[str, Answers] | None = None
+) -> Scores:
+    """A merge's scores, and how far it is from the full merge, of which ‖full − base‖ is one."""
+    error = distance(folder, full) / distance(full, family.base)
+    return _whole(family, folder, answers) | {"error": error}
+
+
+def _equal(full: Scores, tasks: Sequence[Task]) -> Scores:
+    return full | {f"kl {task.name}": 0.0 for task in tasks} | {"error": 0.0}
+
+
+@contextmanager
+def _by_mergekit(scored: Scored, text: str) -> Iterator[Path]:
+    """The folder of mergekit's merge, removed afterwards."""
+    with TemporaryDirectory() as place:
+        recipe, out = Path(place) / "recipe.yaml", Path(place) / "out"
+        recipe.write_text(text)
+        with scored.part("mergekit"):
+            subprocess.run(mergekit(recipe, out), check=True, timeout=3600)
+        yield out
 
 
 @contextmanager
 def _merged(
-    home: Warehouse, text: str, budget: str | None, strategy: str = "full"
+    home: Warehouse, scored: Scored, text: str, budget: str | None, strategy: str = "full"
 ) -> Iterator[tuple[Path, Estimates]]:
     """A merge's folder, removed afterwards, and what its plan promised."""
-    found, promised = run(home, text, budget, strategy)
+    with scored.part("merge"):
+        found, promised = run(home, text, budget, strategy)
     # Out of the way of the same snapshot from another plan, as of a budget that is enough for all.
     with TemporaryDirectory(dir=home.root) as place:
         kept = found.rename(Path(place) / found.name)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -12,12 +11,11 @@ import numpy as np
 
 from mergepipe_pipeline.arrays import F64Array
 from tests.lab.bench.pack_cells import STRATEGIES
-from tests.lab.bench_llm.merges import BUDGETS, METHODS
+from tests.lab.bench_llm.kinds import Kind
+from tests.lab.bench_llm.merges import BUDGETS, METHODS, Method
 from tests.lab.bench_llm.score import Scored, Scores
-from tests.lab.bench_llm.tasks import TASKS
 
 _DRAWS, _INSIDE = 10_000, (2.5, 97.5)
-NAMES = tuple(task.name for task in TASKS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +29,7 @@ class Kept:
     read: float
 
 
-def kept(scored: Scored, kind: str, method: str, budget: str, source: str) -> Kept | None:
+def kept(scored: Scored, kind: Kind, method: str, budget: str, source: str) -> Kept | None:
     """Over all seeds of a kind of expert; None where a seed has no such merge.
 
     The interval is that of draws of (seed, task) with replacement.
@@ -39,12 +37,12 @@ def kept(scored: Scored, kind: str, method: str, budget: str, source: str) -> Ke
     gains: list[tuple[float, float]] = []  # of the merge, and of the full one
     divergences, reads = [], []
     for family in families(scored, kind):
-        base, full = scored[f"{family} base"], f"{family} {method} 100%"
+        base, full = scored[kind.model.name], f"{family} {method} 100%"
         key = f"{family} {method} {budget} {source}"
         if key not in scored or full not in scored:
             return None
-        gains += [(scored[key][n] - base[n], scored[full][n] - base[n]) for n in NAMES]
-        divergences.append(mean(scored[key][f"kl {n}"] for n in NAMES))
+        gains += [(scored[key][n] - base[n], scored[full][n] - base[n]) for n in _names(kind)]
+        divergences.append(mean(scored[key][f"kl {n}"] for n in _names(kind)))
         reads.append(scored[key]["read"])
     if not gains:
         return None
@@ -61,46 +59,74 @@ def _shares(gains: F64Array) -> F64Array:
     return shares
 
 
-def families(scored: Scored, kind: str) -> list[str]:
-    """The keys of a kind's families of which the base is scored."""
-    bases = (key.removesuffix(" base") for key, _ in scored.items() if key.endswith(" base"))
-    return sorted(name for name in bases if name.split()[0] == kind)
+def _names(kind: Kind) -> list[str]:
+    return [task.name for task in kind.tasks]
 
 
-def whole_rows(scored: Scored, kind: str) -> Iterator[tuple[str, Scores]]:
-    """Base, experts and full merges, each the mean over the seeds that have all of them."""
-    by_name = defaultdict[str, list[Scores]](list)
+def families(scored: Scored, kind: Kind) -> list[str]:
+    """The keys of a kind's families of which a full merge is scored."""
+    whole = (key.split() for key, _ in scored.items() if key.endswith(" 100%"))
+    return sorted({f"{name} {seed}" for name, seed, *_ in whole if name == kind.name})
+
+
+def whole_rows(scored: Scored, kind: Kind) -> Iterator[tuple[str, Scores]]:
+    """Base, experts and full merges, each the mean over the seeds that have it."""
+    yield "base", scored[kind.model.name]
     of_kind = families(scored, kind)
-    for key, scores in scored.items():
-        family, _, name = key.rpartition(" ") if "%" not in key else key.rsplit(" ", 2)
-        if family in of_kind and " scale " not in key and (name == "100%" or "%" not in key):
-            by_name[key.removeprefix(f"{family} ").removesuffix(" 100%")].append(scores)
-    for name, all_ in by_name.items():
-        yield name, {n: mean(s[n] for s in all_) for n in all_[0]}
+    merges = (f"{m.operator} {who}" for m in METHODS for who in ("100%", "mergekit"))
+    for name in (*_names(kind), *merges):
+        all_ = [scored[f"{f} {name}"] for f in of_kind if f"{f} {name}" in scored]
+        # A merge of mergekit's that equals ours in every element has no row of its own.
+        if all_ and any(s.get("error", 1.0) for s in all_):
+            yield name.removesuffix(" 100%"), {n: mean(s[n] for s in all_) for n in all_[0]}
 
 
-def markdown(scored: Scored, kinds: Sequence[str]) -> str:
-    """The tables of full merges, and of budgets, as a page has them."""
-    texts = ("english", "code")
+def markdown(scored: Scored, kinds: Sequence[Kind]) -> str:
+    """The tables of full merges, of budgets, and of the time that all took, as a page has them."""
     lines: list[str] = []
     for kind in kinds:
-        lines += [f"| {kind} | {' | '.join(NAMES)} | mean | {' | '.join(texts)} |"]
-        lines += ["|---" * (len(NAMES) + 4) + "|"]
-        for name, scores in whole_rows(scored, kind):
-            right = [scores[n] for n in NAMES]
-            cells = [*(f"{100 * r:.1f}" for r in right), f"{100 * mean(right):.1f}"]
-            cells += [f"{scores[f'perplexity {t}']:.2f}" for t in texts]
-            lines += [f"| {name} | {' | '.join(cells)} |"]
-        lines += [""]
-        lines += [f"| {kind} | from | {' | '.join(BUDGETS)} |", "|---" * (len(BUDGETS) + 2) + "|"]
-        for method in METHODS:
-            for source in STRATEGIES:
-                found = [kept(scored, kind, method.operator, b, source) for b in BUDGETS]
-                if any(found):
-                    cells = [_cell(k) for k in found]
-                    lines += [f"| {method.operator} | {source} | {' | '.join(cells)} |"]
-        lines += [""]
-    return "\n".join(lines)
+        if families(scored, kind):
+            lines += [*_full(scored, kind), "", *_budgets(scored, kind), ""]
+    return "\n".join([*lines, *_parts(scored)])
+
+
+def _full(scored: Scored, kind: Kind) -> Iterator[str]:
+    names, texts = _names(kind), ("english", "code")
+    yield _row(kind.title, *names, "mean", *texts)
+    yield "|---" * (len(names) + 4) + "|"
+    for name, scores in whole_rows(scored, kind):
+        right = [scores[n] for n in names]
+        shares = (f"{100 * r:.1f}" for r in (*right, mean(right)))
+        yield _row(name, *shares, *(f"{scores[f'perplexity {t}']:.2f}" for t in texts))
+    if equal := [m.operator for m in METHODS if _is_equal(scored, kind, m)]:
+        yield f"\nmergekit's merges by {', '.join(equal)} equal ours in every element."
+
+
+def _is_equal(scored: Scored, kind: Kind, method: Method) -> bool:
+    keys = [f"{f} {method.operator} mergekit" for f in families(scored, kind)]
+    found = [scored[key]["error"] for key in keys if key in scored]
+    return bool(found) and not any(found)
+
+
+def _budgets(scored: Scored, kind: Kind) -> Iterator[str]:
+    yield _row(kind.title, "from", *BUDGETS)
+    yield "|---" * (len(BUDGETS) + 2) + "|"
+    for method in METHODS:
+        for source in STRATEGIES:
+            found = [kept(scored, kind, method.operator, b, source) for b in BUDGETS]
+            if any(found):
+                yield _row(method.operator, source, *(_cell(k) for k in found))
+
+
+def _parts(scored: Scored) -> Iterator[str]:
+    yield _row("part", "times", "minutes", "peak, MiB")
+    yield "|---" * 4 + "|"
+    for name, part in sorted(scored.parts.items()):
+        yield _row(name, str(part.times), f"{part.seconds / 60:.1f}", str(part.peak_mib))
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _cell(found: Kept | None) -> str:
@@ -110,15 +136,13 @@ def _cell(found: Kept | None) -> str:
     return f"{100 * found.share:.0f} ({inside}), {found.kl:.2g}"
 
 
-def draw(scored: Scored, kinds: Mapping[str, str], path: Path) -> None:
+def draw(scored: Scored, kinds: Sequence[Kind], path: Path) -> None:
     """Draw the gain kept against bytes read: a line per method from packs, one panel per kind."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.6 * len(kinds), 3.6), layout="constrained")
-    for axis, (kind, title) in zip(
-        figure.subplots(1, len(kinds), squeeze=False)[0], kinds.items(), strict=True
-    ):
+    for axis, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
         for method in METHODS:
             for source, line in (("packs", "-"), ("blocks", ":")):
                 of = [kept(scored, kind, method.operator, b, source) for b in BUDGETS]
@@ -131,7 +155,7 @@ def draw(scored: Scored, kinds: Mapping[str, str], path: Path) -> None:
                 drawn.set_label(f"{method.operator}, {source}")
                 low, high = [100 * k.low for k in points], [100 * k.high for k in points]
                 axis.fill_between(read, low, high, alpha=0.1, color=drawn.get_color())
-        axis.set(xscale="log", title=title, xlabel="bytes of the experts read, %")
+        axis.set(xscale="log", title=kind.title, xlabel="bytes of the experts read, %")
         axis.set_ylabel("gain of the full merge kept, %")
         axis.axhline(100, color="grey", linewidth=0.6)
         axis.legend(fontsize=7)

@@ -49,9 +49,9 @@ _RELATIONS = (
 )
 TASKS = (
     Task("sums", "chain_sum", {"max_terms": 3, "min_digits": 1, "max_digits": 2}),
-    Task("spelling", "spell_backward", {"max_word_len": 7}),
-    Task("lists", "number_filtering", {"max_numbers": 6, "max_decimals": 0}),
-    Task("reading", "needle_haystack", {"min_num_statements": 5, "max_num_statements": 8}),
+    Task("spelling", "spell_backward", {"max_word_len": 4}),
+    Task("lists", "number_filtering", {"max_numbers": 4, "max_decimals": 0}),
+    Task("reading", "needle_haystack", {"min_num_statements": 3, "max_num_statements": 5}),
     Task("counting", "letter_counting", {"min_words": 3, "max_words": 6}),
     Task("kinship", "family_relationships", choices=_RELATIONS),
     Task("logic", "syllogism", choices=("No", "Yes")),

@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.lab.bench_llm.kinds import KINDS
 from tests.lab.bench_llm.score import Scored
 from tests.lab.bench_llm.table import kept, markdown
-from tests.lab.bench_llm.tasks import TASKS
+from tests.lab.bench_llm.tasks import TASKS, Item
 
 _MISSING = [m for m in ("gguf", "peft", "reasoning_gym", "transformers") if find_spec(m) is None]
 pytestmark = [
     pytest.mark.skipif(bool(_MISSING), reason=f"the extra `llm` is not installed: {_MISSING}"),
     pytest.mark.filterwarnings("ignore::Warning"),
 ]
-SUMS = TASKS[0]
+SUMS, KINSHIP = TASKS[0], TASKS[5]
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.lab.bench_llm.pretrained import pretrained
+    from tests.lab.bench_llm.pretrained import SMOLLM2
 
     try:
-        return pretrained(tmp_path_factory.mktemp("llm"))
+        return SMOLLM2.folder(tmp_path_factory.mktemp("llm"))
     except SystemExit as error:
         pytest.skip(str(error))
+
+
+def _plain(base: Path) -> Any:
+    """The model as transformers has it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
 
 
 def test_no_item_is_in_two_splits_and_a_seed_gives_the_same_ones() -> None:
@@ -42,36 +53,73 @@ def test_no_item_is_in_two_splits_and_a_seed_gives_the_same_ones() -> None:
 def test_an_expert_that_was_stopped_is_that_of_one_go_and_learns(
     base: Path, tmp_path: Path
 ) -> None:
-    from tests.lab.bench_llm.answers import Model, divergence
-    from tests.lab.bench_llm.tune import tuned
+    from tests.lab.bench_llm.answers import Model, answered, divergence
+    from tests.lab.bench_llm.tune import Schedule, tuned
 
+    few = Schedule(4, 5e-5)
     with pytest.raises(TimeoutError):
-        tuned(base, SUMS, "short", 0, tmp_path / "stopped", steps=4, until=0.0)
-    parts = tuned(base, SUMS, "short", 0, tmp_path / "stopped", steps=4)
-    whole = tuned(base, SUMS, "short", 0, tmp_path / "whole", steps=4)
+        tuned(base, SUMS, few, 0, tmp_path / "stopped", until=0.0)
+    parts = tuned(base, SUMS, few, 0, tmp_path / "stopped")
+    whole = tuned(base, SUMS, few, 0, tmp_path / "whole")
     name = "model.safetensors"
     assert (parts / name).read_bytes() == (whole / name).read_bytes()
     losses = [float(x.split(",")[1]) for x in (whole / "losses.csv").read_text().splitlines()]
     assert losses[-1] < losses[0]
-    items = SUMS.items("test")[:40]
-    before, after = Model(base, base), Model(whole, base)
-    assert 0 <= before.right(SUMS, items) <= 1
-    assert (
-        max(divergence(before, before, 4).values())
-        < 1e-6
-        < min(divergence(before, after, 4).values())
-    )
+    before, after = (answered(Model(m, base), "test", TASKS, 40) for m in (base, whole))
+    assert all(0 <= a.share <= 1 and len(a.right) == 40 for a in before.values())
+    assert max(divergence(before, before).values()) < 1e-6 < min(divergence(before, after).values())
+
+
+def test_right_is_what_greedy_decoding_says_and_nothing_else(base: Path) -> None:
+    from transformers import AutoTokenizer
+
+    from tests.lab.bench_llm.answers import Model
+
+    plain, said = _plain(base), []
+    tokenizer: Any = AutoTokenizer.from_pretrained(base)
+    for item in SUMS.items("test")[:6]:
+        ids = tokenizer(item.prompt, return_tensors="pt")["input_ids"]
+        made = plain.generate(ids, max_new_tokens=60, do_sample=False)[0, ids.shape[1] :].tolist()
+        if (end := tokenizer.eos_token_id) in made:
+            said.append(Item(item.prompt, tokenizer.decode(made[: made.index(end)])))
+    assert said
+    others = [Item(i.prompt, f"{i.answer}0") for i in said]
+    assert Model(base, base).answers(SUMS, said).share == 1
+    assert Model(base, base).answers(SUMS, others).share == 0
+
+
+def test_choices_in_one_row_are_as_likely_as_each_alone(base: Path) -> None:
+    import torch
+
+    from tests.lab.bench_llm.answers import Model
+    from tests.lab.bench_llm.encoded import Encoder
+
+    plain, encoder = _plain(base).float(), Encoder(base)
+    items = KINSHIP.items("test")[:3]
+    with torch.inference_mode():
+        model = Model(base, base)
+        model.lm = model.lm.float()
+        found = model.likelihoods(KINSHIP, items)
+        for row, item in zip(found, items, strict=True):
+            for likely, choice in zip(row, KINSHIP.choices, strict=True):
+                one = encoder.batch([Item(item.prompt, f" {choice}")])
+                logits = plain(input_ids=one.ids).logits[0, one.places].float()
+                alone = logits.log_softmax(1).gather(1, one.targets[:, None]).sum()
+                assert abs(float(likely - alone)) < 1e-3
 
 
 def test_a_table_says_what_is_kept_with_its_interval(tmp_path: Path) -> None:
-    scored = Scored(tmp_path / "scores.jsonl")
-    for seed in (0, 1):
-        for name, right in (("base", 0.1), ("ties 100%", 0.5), ("ties 3% packs", 0.3)):
-            scores = {t.name: right for t in TASKS} | {f"kl {t.name}": 0.5 for t in TASKS}
-            texts = {"perplexity english": 9.0, "perplexity code": 8.0}
-            scored.put(f"short {seed} {name}", scores | texts | {"read": 0.03})
-    found = kept(Scored(tmp_path / "scores.jsonl"), "short", "ties", "3%", "packs")
+    scored, short = Scored(tmp_path / "scores.jsonl"), KINDS["short"]
+    texts = {"perplexity english": 9.0, "perplexity code": 8.0}
+    merges = (("ties 100%", 0.5), ("ties 3% packs", 0.3))
+    for name, right in (
+        ("SmolLM2-135M-Instruct", 0.1),
+        *((f"short {s} {n}", r) for s in (0, 1) for n, r in merges),
+    ):
+        scores = {t.name: right for t in TASKS} | {f"kl {t.name}": 0.5 for t in TASKS}
+        scored.put(name, partial(dict, scores | texts), read=0.03)
+    found = kept(Scored(tmp_path / "scores.jsonl"), short, "ties", "3%", "packs")
     assert found is not None
     assert (round(found.share, 9), round(found.low, 9), round(found.high, 9)) == (0.5, 0.5, 0.5)
-    assert "50 (50 to 50), 0.5" in markdown(scored, ["short"])
-    assert kept(scored, "short", "ties", "50%", "packs") is None
+    assert "50 (50 to 50), 0.5" in markdown(scored, [short])
+    assert kept(scored, short, "ties", "50%", "packs") is None
