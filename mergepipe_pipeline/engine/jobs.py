@@ -47,7 +47,7 @@ class Job:
         low_rank = task.base.view.low_rank if task.base else None
         self.base_update = open_update(base_readers, low_rank, segments)
         base = task.base
-        self.packed = PackedInputs([sources.packed(e, before=before) for e in experts])
+        self.packed = PackedInputs([sources.packed(e, base, before=before) for e in experts])
         #: Per expert, the ranges `ExpertInput.differing`, computed once for all windows.
         self.differing = [e.differing for e in experts]
         self._verifiers = [

@@ -10,14 +10,14 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal
 
 from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.checkpoints.reader import BlockReader, Tally
-from mergepipe_pipeline.checkpoints.stored import Verifier
+from mergepipe_pipeline.checkpoints.stored import Verifier, read_stored
 from mergepipe_pipeline.domain.blocks import Range, clip, coalesce
-from mergepipe_pipeline.domain.plan import ExpertInput, LayerTask, MergePlan, TensorTask
+from mergepipe_pipeline.domain.plan import BaseInput, ExpertInput, LayerTask, MergePlan, TensorTask
 from mergepipe_pipeline.domain.segments import COARSE_ELEMS, KnownSegments
 from mergepipe_pipeline.domain.view import Part, TensorView
 from mergepipe_pipeline.dtypes import itemsize
@@ -204,19 +204,22 @@ class SourcePool:
         """The reader of the base for bytes that are not merged, and not counted."""
         return self._reader(source, gated=False, when="besides")
 
-    def packed(self, e: ExpertInput, *, before: bool = False) -> PackedElements | None:
+    def packed(
+        self, e: ExpertInput, base: BaseInput | None, *, before: bool = False
+    ) -> PackedElements | None:
         """The elements that an expert's input takes from a pack; `before` as above.
 
         Raises CorruptionError for a pack that is not as it was written.
         """
-        if e.packed is None:
+        if e.packed is None or base is None:
             return None
         key = e.packed.pack, before
         with self._lock:
             if key not in self._packs:
                 self._packs[key] = self._open_pack(*key)
             reader = self._packs[key]
-        return PackedElements(reader, e.packed, e.digest)
+        read_base = partial(read_stored, self.base_besides, base.view)
+        return PackedElements(reader, e.packed, e.digest, read_base)
 
     def verifier(self, view: TensorView, digest: str) -> Verifier | None:
         """A verifier that compares one reading of a view with its segments, if they are known.

@@ -18,9 +18,9 @@ import numpy.typing as npt
 from mergepipe_pipeline.arrays import F32Array, F64Array, I16Array, I64Array, U8Array
 from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TIERS, TIERS_OF, Tier
 from mergepipe_pipeline.packs import ternary
-from mergepipe_pipeline.packs.exact import Bits, count_large, restore, split
+from mergepipe_pipeline.packs.exact import Bits, encode_exact, restore
 from mergepipe_pipeline.packs.frames import Frames, Places, as_array, refuse, to_frame
-from mergepipe_pipeline.packs.sections import contents_of, sections_of
+from mergepipe_pipeline.packs.sections import contents_of
 
 #: The types of elements that a pack has levels of, as NumPy has their bits.
 BITS_OF: Mapping[str, type[np.unsignedinteger]] = {
@@ -30,7 +30,7 @@ BITS_OF: Mapping[str, type[np.unsignedinteger]] = {
 }
 #: The tiers that approximate, in their order.
 APPROXIMATE: tuple[Tier, ...] = TIERS_OF["L3"]
-_X20, _X = TIERS.index("X20"), TIERS.index("X")
+_EXACT = [TIERS.index("X20"), TIERS.index("X")]
 #: A unit is so many times the root mean square of the nonzero deltas.
 _RMS_PER_UNIT = 9
 _STEPS_PER_OCTAVE = 16
@@ -93,8 +93,11 @@ def encode_chunk(
         residual_sq[: len(APPROXIMATE)] = 0 if np.isfinite(delta).all() else np.inf
         return EncodedChunk(dict.fromkeys(TIERS, b""), residual_sq.astype(np.float32))
     coarse = _encode_ternary(delta, unit, residual_sq[: len(APPROXIMATE)])
-    exact, residual_sq[TIERS.index("X20")] = _encode_exact(expert, base, delta, threshold_bits)
-    return EncodedChunk({**coarse, **exact}, _rounded_up(residual_sq))
+    # X20 never has zeros, and always what is no number.
+    least = np.uint32(max(threshold_bits, 1))
+    x20, x, left_out = encode_exact(expert, base, delta, least)
+    residual_sq[TIERS.index("X20")] = left_out if left_out == left_out else math.inf
+    return EncodedChunk({**coarse, "X20": x20, "X": x}, _rounded_up(residual_sq))
 
 
 def decode_numbers(
@@ -131,36 +134,16 @@ def decode_bits(
     """
     places = places or Places.one_after_another(len(out_bits))
     at_base = places.starts if base_places is None else base_places
-    elems, size, raw = places.elems, out_bits.itemsize, frames.raw
-    n, bitmap_sizes, front = int(elems.sum()), -(-elems // 8), CHUNK_ELEMS
-    # Each byte of a distance is in one of two sections, or zero.
-    folded, unpacked = _scratch.of(CHUNK_ELEMS * size, front + int(bitmap_sizes.sum()) + size * n)
-    unpacked[:front] = 0
-    starts, nbytes = sections_of(frames, _X20, 1 + size)  # [1 + bytes of an element, chunks]
-    bitmaps, at = contents_of(raw, starts[0], nbytes[0], bitmap_sizes, unpacked, front)
-    n_large = np.empty(len(elems), np.int64)
-    if not count_large(raw, as_array(unpacked.data), bitmaps, elems, n_large):
-        refuse("bitmaps of the elements of their chunks", "bits behind the last")
-    large, at = _planes(raw, starts[1:], nbytes[1:], n_large, unpacked, at)
-    starts, nbytes = sections_of(frames, _X, size)  # [bytes of an element, chunks]
-    rest, _ = _planes(raw, starts, nbytes, elems - n_large, unpacked, at)
-    contents = bitmaps, n_large, large, rest
-    scratch, unpacked = folded.view(out_bits.dtype), as_array(unpacked.data)
-    restore(raw, unpacked, *contents, *places, at_base, base_bits, scratch, out_bits)
+    starts, nbytes = (np.ascontiguousarray(of[_EXACT]) for of in (frames.starts, frames.nbytes))
+    chunks = places.starts, places.elems, at_base
+    bad = restore(frames.raw, (starts, nbytes), chunks, base_bits, out_bits)
+    if bad >= 0:
+        refuse(f"streams of {places.elems[bad]} elements", "no such streams")
 
 
 def _unpacked_nbytes(nbytes: I64Array, sizes: I64Array) -> int:
     """Bytes of the contents of those sections that are not stored as they are."""
     return int(sizes[(nbytes > 0) & (nbytes < sizes)].sum())
-
-
-def _planes(
-    raw: U8Array, starts: I64Array, nbytes: I64Array, counts: I64Array, unpacked: U8Array, at: int
-) -> tuple[I64Array, int]:
-    """Do as `contents_of` of each byte of distances, `counts` of every chunk."""
-    # A plane of no elements must have no bytes, even if the frame states some.
-    sizes = np.broadcast_to(counts, starts.shape)
-    return contents_of(raw, starts, nbytes, sizes, unpacked, at)
 
 
 def _quantise(delta: F32Array, unit: float) -> tuple[npt.NDArray[np.int8], U8Array, F64Array]:
@@ -175,30 +158,9 @@ def _quantise(delta: F32Array, unit: float) -> tuple[npt.NDArray[np.int8], U8Arr
 def _encode_ternary(delta: F32Array, unit: float, residual_sq: F64Array) -> dict[Tier, bytes]:
     """The frames of the approximate tiers; fills in their levels' `residual_sq`."""
     units, trits, residual_sq[:] = _quantise(delta, unit)
-    frames = [to_frame([units.view(np.uint8)]) if units.any() else b""]
-    frames += [to_frame([row]) if (row != ternary.NO_TRITS).any() else b"" for row in trits]
+    frames = [to_frame(units.view(np.uint8)) if units.any() else b""]
+    frames += [to_frame(row) if (row != ternary.NO_TRITS).any() else b"" for row in trits]
     return dict(zip(APPROXIMATE, frames, strict=True))
-
-
-def _encode_exact(
-    expert: Bits, base: Bits, delta: F32Array, threshold_bits: int
-) -> tuple[dict[Tier, bytes], float]:
-    """The frames of the exact tiers, and the Σδ² that X20 leaves out."""
-    n, nbytes = len(delta), expert.nbytes
-    is_large, *both = _scratch.of(n, nbytes, nbytes)
-    scratch, folded = (x.view(expert.dtype) for x in both)
-    least = _least(threshold_bits)
-    n_large, left_out = split(expert, base, delta, least, is_large, scratch, folded)
-    planes = folded.view(np.uint8).reshape(len(folded), -1)
-    bitmap = np.packbits(is_large, bitorder="little")
-    x20 = to_frame([bitmap, *planes[:n_large].T]) if n_large else b""
-    x = to_frame([*planes[n_large:].T]) if folded[n_large:].any() else b""
-    return {"X20": x20, "X": x}, left_out if left_out == left_out else math.inf
-
-
-def _least(threshold_bits: int) -> np.uint32:
-    """X20 holds what has these bits or more: never zeros, always what is no number."""
-    return np.uint32(max(threshold_bits, 1))
 
 
 def _rounded_up(values: F64Array) -> F32Array:

@@ -31,6 +31,7 @@ from mergepipe_pipeline.domain.pack import (
     PackedTensor,
     PackSource,
 )
+from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.operators.kernels.bits import times
 from mergepipe_pipeline.packs.codec import APPROXIMATE, BITS_OF, decode_bits, decode_numbers
@@ -43,6 +44,8 @@ from mergepipe_pipeline.storage.page_buffer import PageBuffer
 from mergepipe_pipeline.storage.source import Reading
 
 _STOP = attrgetter("stop_elem")
+#: Fills a buffer with the stored bytes of the base's elements [start, stop).
+ReadBase = Callable[[int, int, memoryview], None]
 
 
 class _Piece(NamedTuple):
@@ -64,8 +67,9 @@ class PackedPart:
     """Elements [start, stop) of a tensor, as they were read: of whole chunks, or of one chunk.
 
     `levels` are those of the chunks that they lie in: one exact level, or any approximate ones.
-    `frames` are those of the chunks.
-    `root` is the pack's folder.
+    `frames` are those of the chunks. `root` is the pack's folder. `base` has the stored bytes of
+    the base's chunk, where elements of a part of one are exact: how a chunk is coded follows from
+    all of them.
     """
 
     root: str
@@ -74,6 +78,7 @@ class PackedPart:
     start_elem: int
     stop_elem: int
     frames: Frames
+    base: memoryview | None = None
 
     @property
     def gives_bits(self) -> bool:
@@ -106,7 +111,7 @@ class PackedPart:
             at = stop
 
     def fill(self, out: memoryview, base: memoryview) -> None:
-        """Fill `out` with the stored bytes of the elements, given the base's.
+        """Fill `out` with the stored bytes of the elements, given the base's of the same.
 
         Raises CorruptionError.
         """
@@ -115,10 +120,9 @@ class PackedPart:
         if self.is_whole:
             self._exact(base_bits, expert_bits)
             return
-        # Other elements of the chunk come out wrong, and are not used.
-        padded, whole = np.zeros(self._n, kind), np.empty(self._n, kind)
-        padded[self._inside] = base_bits
-        self._exact(padded, whole)
+        assert self.base is not None
+        whole = np.empty(self._n, kind)
+        self._exact(np.frombuffer(self.base, kind), whole)
         expert_bits[:] = whole[self._inside]
 
     def delta(self, out: F32Array) -> None:
@@ -213,9 +217,11 @@ class PackReader:
 class PackedElements:
     """One input's elements in a pack, for all windows of its tensor. Safe for several threads."""
 
-    def __init__(self, reader: PackReader, packed: PackedInput, digest: str) -> None:
+    def __init__(
+        self, reader: PackReader, packed: PackedInput, digest: str, read_base: ReadBase
+    ) -> None:
         """`digest` is of the expert's tensor. Raises CorruptionError for another pack's tensor."""
-        self._reader, self._ranges = reader, packed.ranges
+        self._reader, self._ranges, self._read_base = reader, packed.ranges, read_base
         self._tensor = reader.tensors[packed.tensor]
         self._numel = prod(self._tensor.shape)
         stored, planned = (self._tensor.digest, self._tensor.unit), (digest, packed.unit)
@@ -233,8 +239,9 @@ class PackedElements:
             tiers = [TIERS.index(tier) for tier in TIERS_OF[r.level]]
             self._wanted[tiers, slice(*_chunks(r.start_elem, r.stop_elem))] = True
         self._lock = threading.Lock()
-        #: Chunks of which only some elements were taken yet: frames, and how many are missing.
-        self._begun: dict[int, tuple[Frames, int]] = {}
+        #: Chunks of which only some elements were taken yet: frames, the base's bytes, and how many
+        #: elements are missing.
+        self._begun: dict[int, tuple[Frames, memoryview | None, int]] = {}
 
     @property
     def frames(self) -> WantedFrames:
@@ -264,12 +271,13 @@ class PackedElements:
         for pieces in _joined(list(self._pieces(start_elem, min(stop_elem, self._numel)))):
             edges = pieces[0].start_elem, pieces[-1].stop_elem
             a, b = _chunks(*edges)
+            base = None
             if whole is None or pieces[0].is_part:
-                frames = self._shared(pieces[0])
+                frames, base = self._shared(pieces[0])
             else:
                 frames = whole[a - first : b - first]
             levels = [p.level for p in pieces for _ in range(*_chunks(p.start_elem, p.stop_elem))]
-            parts.append(PackedPart(self._reader.root, self._tensor, levels, *edges, frames))
+            parts.append(PackedPart(self._reader.root, self._tensor, levels, *edges, frames, base))
         return parts
 
     def _pieces(self, start_elem: int, stop_elem: int) -> Iterator[_Piece]:
@@ -286,16 +294,24 @@ class PackedElements:
             for a, b in pairwise(sorted({start, after, before, stop})):
                 yield _Piece(r.level, a, b, b - a < _length(self._tensor, a // CHUNK_ELEMS))
 
-    def _shared(self, piece: _Piece) -> Frames:
-        """The frames of a chunk that this window shares with its neighbours."""
+    def _shared(self, piece: _Piece) -> tuple[Frames, memoryview | None]:
+        """The frames of a chunk that this window shares with its neighbours, and the base's bytes.
+
+        Of the base none for approximate levels.
+        """
         n, chunk = piece.stop_elem - piece.start_elem, piece.start_elem // CHUNK_ELEMS
         with self._lock:
-            frames, n_missing = self._begun.pop(chunk, (None, _length(self._tensor, chunk)))
+            n_elems = _length(self._tensor, chunk)
+            frames, base, n_missing = self._begun.pop(chunk, (None, None, n_elems))
             if frames is None:
                 frames = self._read(chunk, chunk + 1, PageBuffer())
+                if piece.level in EXACT:
+                    base = memoryview(bytearray(n_elems * itemsize(self._tensor.dtype)))
+                    start_elem = chunk * CHUNK_ELEMS
+                    self._read_base(start_elem, start_elem + n_elems, base)
             if n_missing > n:
-                self._begun[chunk] = frames, n_missing - n
-            return frames
+                self._begun[chunk] = frames, base, n_missing - n
+            return frames, base
 
     def _read(self, first: int, stop: int, buffer: PageBuffer) -> Frames:
         """All frames that the plan takes of chunks [first, stop)."""

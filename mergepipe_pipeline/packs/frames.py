@@ -1,18 +1,16 @@
-"""The sections of a chunk in a tier's file, each as it is or compressed.
+"""The frame of a chunk in an approximate tier's file, as it is or compressed.
 
-A section whose length is that of its content is stored as it is. A shorter one is a zstd frame,
-which its first bytes show, or pairs. The lengths of all sections but the last come first, 4 bytes
-each. A decoder allocates by the chunk's length alone, never by what a frame says.
+A frame whose length is that of its content is stored as it is. A shorter one is a zstd frame, which
+its first bytes show, or pairs. A decoder allocates by the chunk's length alone, never by what a
+frame says.
 
 Pairs are for almost only zeros: two bytes for each byte that is none. The first says how many
 elements it lies after the one before, the second is the byte; a longer distance than 255 takes
-pairs of 255 and zero first. Upper bytes of distances are no longer so than by zstd, and take no
-time: zstd needs a sixth of an exact chunk's time for them.
+pairs of 255 and zero first.
 """
 
 from __future__ import annotations
 
-import struct
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -40,8 +38,7 @@ _PARAMETERS = zstandard.ZstdCompressionParameters(
     write_checksum=False,
 )
 _MAGIC = bytes(zstandard.FRAME_HEADER)
-_LENGTH = struct.Struct("<I")
-#: Pairs take at most this part of a section's length: zstd is shorter from there on.
+#: Pairs take at most this part of a content's length: zstd is shorter from there on.
 _SPARSE = 8
 #: The longest distance of a pair.
 _FAR = 255
@@ -101,10 +98,15 @@ class Places(NamedTuple):
         return cls(starts, np.minimum(CHUNK_ELEMS, n - starts))
 
 
-def to_frame(sections: Sequence[U8Array]) -> bytes:
-    """The frame of a chunk's sections, in order."""
-    stored = [_stored(np.ascontiguousarray(section)) for section in sections]
-    return b"".join([*(_LENGTH.pack(len(s)) for s in stored[:-1]), *stored])
+def to_frame(content: U8Array) -> bytes:
+    """The frame of an approximate tier's content."""
+    whole, pairs = content.tobytes(), np.empty(len(content) // _SPARSE, np.uint8)
+    zipped = min(whole, _zstd.compress(whole), key=len)
+    n = to_pairs(content, pairs)
+    sparse = pairs[: max(n, 0)].tobytes()
+    # Pairs may be longer than zstd by a quarter, as they are many times as fast.
+    is_sparse = n >= 0 and 4 * n <= 5 * len(zipped) and n < len(whole)
+    return sparse if is_sparse and not sparse.startswith(_MAGIC) else zipped
 
 
 def as_array(raw: bytes | memoryview) -> U8Array:
@@ -122,16 +124,6 @@ def refuse(expected: str, found: str) -> NoReturn:
         found=found,
         next_step="`mergepipe verify --all` finds what is damaged; then pack the expert again",
     )
-
-
-def _stored(content: U8Array) -> bytes:
-    whole, pairs = content.tobytes(), np.empty(len(content) // _SPARSE, np.uint8)
-    zipped = min(whole, _zstd.compress(whole), key=len)
-    n = to_pairs(content, pairs)
-    sparse = pairs[: max(n, 0)].tobytes()
-    # Pairs may be longer than zstd by a quarter, as they are many times as fast.
-    is_sparse = n >= 0 and 4 * n <= 5 * len(zipped) and n < len(whole)
-    return sparse if is_sparse and not sparse.startswith(_MAGIC) else zipped
 
 
 @cached_njit(nogil=True)

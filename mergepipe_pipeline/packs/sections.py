@@ -17,7 +17,7 @@ import zstandard
 
 from mergepipe_pipeline.arrays import I64Array, U8Array
 from mergepipe_pipeline.jit import cached_njit
-from mergepipe_pipeline.packs.frames import Frames, from_pairs, refuse
+from mergepipe_pipeline.packs.frames import from_pairs, refuse
 from mergepipe_pipeline.storage.compiled_reads import memcpy
 
 #: The place of a section that is not there: the front of the unpacked bytes, where the decoder puts
@@ -35,20 +35,6 @@ class _Zstd(threading.local):
 
 
 _zstd = _Zstd()
-
-
-def sections_of(frames: Frames, tier: int, n_sections: int) -> tuple[I64Array, I64Array]:
-    """Where the sections of one tier's frames lie, and their bytes: int64 [sections, chunks].
-
-    Raises CorruptionError.
-    """
-    nbytes = np.ascontiguousarray(frames.nbytes[tier])
-    shape = n_sections, len(nbytes)
-    starts, sizes = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    bad = _split(frames.raw, np.ascontiguousarray(frames.starts[tier]), nbytes, starts, sizes)
-    if bad >= 0:
-        refuse(f"a frame of {n_sections} sections", f"{nbytes[bad]} bytes that hold less")
-    return starts, sizes
 
 
 def contents_of(
@@ -82,30 +68,6 @@ def contents_of(
 def content_at(raw: Any, unpacked: Any, place: Any) -> Any:
     """The array that a place is in, and where in it."""
     return (raw, np.uint64(place)) if place >= 0 else (unpacked, np.uint64(~place))
-
-
-@cached_njit(nogil=True)
-def _split(
-    raw: U8Array, starts: I64Array, nbytes: I64Array, places: I64Array, sizes: I64Array
-) -> int:
-    """Fill in where the sections of each frame lie; the first frame that makes no sense, or −1."""
-    n_sections = len(places)
-    head = _LENGTH_NBYTES * (n_sections - 1)
-    for chunk in range(len(starts)):
-        if not nbytes[chunk]:
-            continue
-        at, rest = starts[chunk] + head, nbytes[chunk] - head
-        if rest < 0:
-            return chunk
-        for s in range(n_sections):
-            length = np.int64(rest)
-            if s < n_sections - 1:
-                length = np.int64(_word(raw, starts[chunk] + _LENGTH_NBYTES * s))
-            if length > rest:
-                return chunk
-            places[s, chunk], sizes[s, chunk] = at, length
-            at, rest = at + length, rest - length
-    return -1
 
 
 @cached_njit(nogil=True)

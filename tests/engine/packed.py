@@ -29,6 +29,7 @@ from mergepipe_pipeline.domain.view import Part, TensorView, view_of
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.packs.checksums import checksum
 from mergepipe_pipeline.packs.codec import BITS_OF, encode_chunk, unit_of
+from mergepipe_pipeline.packs.elements import ReadBase
 from mergepipe_pipeline.packs.frames import as_array
 from mergepipe_pipeline.packs.index import frames_path, pack_id_of, write_index
 from tests.engine.plans import SEED, plan_of
@@ -195,3 +196,12 @@ def _packed(number: int, tensor: PackedTensor, levels: Levels) -> PackedInput:
 def _rest(taken: Sequence[Range]) -> tuple[Range, ...]:
     edges = [0, *(e for r in coalesce(taken) for e in r), NUMEL]
     return coalesce(zip(edges[::2], edges[1::2], strict=True))
+
+
+def reader_of_base(family: PackedFamily) -> ReadBase:
+    """Reads stored elements of the family's base."""
+
+    def read(start_elem: int, stop_elem: int, out: memoryview) -> None:
+        out[:] = family.stored[0][2][2 * start_elem : 2 * stop_elem]
+
+    return read

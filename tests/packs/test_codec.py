@@ -25,7 +25,7 @@ from mergepipe_pipeline.packs.codec import (
     unit_of,
 )
 from mergepipe_pipeline.packs.frames import Frames, to_frame
-from mergepipe_pipeline.packs.sections import contents_of, sections_of
+from mergepipe_pipeline.packs.sections import contents_of
 from mergepipe_pipeline.packs.ternary import quantised
 from tests.packs.approximate import decode_approximate, quantised_at
 
@@ -294,29 +294,27 @@ def _is_just_above(stated: float, left: float) -> bool:
 
 
 @given(st.integers(1, 3000), st.floats(0, 0.2), SEEDS)
-def test_sections_come_back_however_many_of_their_bytes_are_zero(
+def test_contents_come_back_however_many_of_their_bytes_are_zero(
     n: int, share: float, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
     content = np.where(rng.random(n) < share, rng.integers(0, 256, n), 0).astype(np.uint8)
-    frame = to_frame([content, content[::-1]])
-    assert sections(frame, 2, n) == [content.tobytes(), content[::-1].tobytes()]
-    assert len(frame) <= 4 + 2 * n
+    frame = to_frame(content)
+    assert unpacked(frame, n) == content.tobytes()
+    assert len(frame) <= n
 
 
-def sections(frame: bytes, n_sections: int, n: int) -> list[bytes]:
-    """The contents of a frame's sections of n bytes each."""
-    frames = Frames.of({"X": [frame]})
-    starts, nbytes = sections_of(frames, TIERS.index("X"), n_sections)
-    unpacked = np.zeros((n_sections + 1) * n, np.uint8)
-    sizes = np.full(starts.shape, n)
-    places, _ = contents_of(frames.raw, starts, nbytes, sizes, unpacked, n)
-    where = [(frames.raw, p) if p >= 0 else (unpacked, ~p) for p in places[:, 0].tolist()]
-    return [source[at : at + n].tobytes() for source, at in where]
+def unpacked(frame: bytes, n: int) -> bytes:
+    """The content of a frame, of n bytes."""
+    frames, room = Frames.of({"L0": [frame]}), np.zeros(2 * n, np.uint8)
+    rows = frames.starts[:1], frames.nbytes[:1], np.full((1, 1), n)
+    places, _ = contents_of(frames.raw, *rows, room, n)
+    place = int(places[0, 0])
+    source, at = (frames.raw, place) if place >= 0 else (room, ~place)
+    return source[at : at + n].tobytes()
 
 
 def test_pairs_that_look_like_a_zstd_frame_are_not_written() -> None:
     content = np.zeros(1000, np.uint8)
     content[0x28], content[0x28 + 0x2F] = 0xB5, 0xFD
-    frame = to_frame([content])
-    assert sections(frame, 1, 1000) == [content.tobytes()]
+    assert unpacked(to_frame(content), 1000) == content.tobytes()

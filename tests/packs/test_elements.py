@@ -17,7 +17,7 @@ from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.elements import PackedElements, PackedPart, PackReader
 from mergepipe_pipeline.packs.frames import Frames
 from mergepipe_pipeline.storage.page_buffer import PageBuffer
-from tests.engine.packed import NUMEL, PackedFamily, make_family, plan_from
+from tests.engine.packed import NUMEL, PackedFamily, make_family, plan_from, reader_of_base
 from tests.packs.approximate import quantised_at
 from tests.support.stored import decode
 
@@ -45,7 +45,7 @@ def test_windows_of_any_length_in_any_order_read_each_frame_once(
     order.shuffle(windows)
     tally, found = Tally(), np.zeros(NUMEL, np.float32)
     with PackReader(family.packs[0], tally) as reader:
-        elements = PackedElements(reader, e.packed, e.digest)
+        elements = PackedElements(reader, e.packed, e.digest, reader_of_base(family))
         for start, stop in windows:
             for part in elements.fetch(start, stop, PageBuffer()):
                 found[part.start_elem : part.stop_elem] = _delta(part, family)

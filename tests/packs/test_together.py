@@ -25,7 +25,15 @@ from mergepipe_pipeline.packs.index import frames_path
 from mergepipe_pipeline.packs.together import PackedInputs, Placed, decode_together
 from mergepipe_pipeline.storage.page_buffer import PageBuffer
 from mergepipe_pipeline.storage.source import Handles
-from tests.engine.packed import NUMEL, Levels, PackedFamily, all_at, make_family, plan_from
+from tests.engine.packed import (
+    NUMEL,
+    Levels,
+    PackedFamily,
+    all_at,
+    make_family,
+    plan_from,
+    reader_of_base,
+)
 
 CHUNKS = [*range(0, NUMEL, CHUNK_ELEMS), NUMEL]
 LEVELS = st.lists(st.sampled_from([None, *TIERS]), min_size=3, max_size=3)
@@ -47,7 +55,8 @@ def opened(
         for e in plan.layers[0].tasks[0].experts:
             assert e.packed is not None
             reader = PackReader(family.packs[e.position], tally)
-            found.append(PackedElements(stack.enter_context(reader), e.packed, e.digest))
+            stack.enter_context(reader)
+            found.append(PackedElements(reader, e.packed, e.digest, reader_of_base(family)))
         yield found, tally
 
 

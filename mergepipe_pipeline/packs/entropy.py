@@ -1,0 +1,412 @@
+"""Numbers at the entropy of what is known of them, compiled: range asymmetric numeral systems.
+
+Numbers are coded with a table of frequencies of their own for each exponent that the base's
+elements have: a delta is rounded to the grid of the weight it is added to, so how many steps of the
+grid it is follows from the exponent more than from anything else. Small numbers have a symbol each,
+larger ones a symbol for a quarter of their octave and the bits below it as they are.
+
+A stream is its tables, the state of each lane, and words. The tables: a byte that says how many
+exponents have a table of their own, these in rising order, a byte each, and bits: for each of them,
+and for all other exponents together, 8 bits for how many symbols it has, 7 for the most frequent,
+and for each other how many bits its frequency has, as the difference to the one before (0, −1, 1,
+−2 …; half of it in ones, which a zero ends, then a bit), and three bits below the leading one.
+Frequencies add up to 2048. After Duda, arXiv:1311.2540, and Giesen, arXiv:1402.3392 (lanes).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from mergepipe_pipeline.arrays import U8Array, U16Array, U32Array, U64Array
+from mergepipe_pipeline.domain.pack import CHUNK_ELEMS
+from mergepipe_pipeline.jit import cached_njit
+
+Numbers = U16Array | U32Array
+
+_BITS, _LANES = 11, 4
+_TOTAL = 1 << _BITS
+#: Bits of a frequency that are kept.
+_KEPT = 4
+#: Numbers below have a symbol of their own; their logarithm.
+_SMALL = 3
+_SYMBOLS = 128
+#: The symbol of a number that is not in the stream.
+_HIDDEN = 127
+#: An exponent has a table of its own from so many elements on: a table takes about 20 bytes.
+_OWN = 512
+_EXPONENTS = 256
+#: A state is no less between two numbers, of 64 bits; it takes in words of 32.
+_LEAST = np.uint64(1 << 31)
+#: Bits of a number that one step takes beside its symbol: more would not fit a state.
+_RAW = 16
+_STATE_NBYTES = 8
+#: No stream of a chunk is longer.
+STREAM_NBYTES = 8 * CHUNK_ELEMS + 2 * _EXPONENTS * _SYMBOLS
+
+_U64, _WORD = np.uint64, np.uint64(0xFFFFFFFF)
+_ONE, _N_BITS, _HALF = np.uint64(1), np.uint64(_BITS), np.uint64(32)
+_MASK = np.uint64(_TOTAL - 1)
+
+
+def _values() -> U64Array:
+    """By symbol, the least number that has it, and above 40 bits how many bits follow."""
+    numbers = list(range(1 << _SMALL))
+    raw = [0] * len(numbers)
+    for octave in range(_SMALL, 32):
+        numbers += [(4 + quarter) << (octave - 2) for quarter in range(4)]
+        raw += [octave - 2] * 4
+    left = [0] * (_SYMBOLS - len(numbers))
+    return np.array([*numbers, *left], np.uint64) | np.array([*raw, *left], np.uint64) << _U64(40)
+
+
+_VALUES = _values()
+
+
+class Tables:
+    """Room for the tables and the words of a stream that is decoded; of one thread."""
+
+    def __init__(self) -> None:
+        self.slots = np.empty((_EXPONENTS + 1) * _TOTAL, np.uint32)
+        self.words = np.empty(STREAM_NBYTES // 4, np.uint32)
+
+
+@cached_njit(nogil=True)
+def exponents_of(bits: Numbers, out: U8Array) -> None:
+    """Fill `out` [n] with the exponents of float32 or bfloat16 numbers.
+
+    Of float16 it is the exponent and the mantissa's first three bits, which serve as well.
+    """
+    number = bits.dtype.type
+    shift = number(23 if number(number(0) - number(1)) > number(0xFFFF) else 7)
+    for i in range(len(out)):
+        out[i] = (bits[i] >> shift) & number(255)
+
+
+@cached_njit(nogil=True)
+def encode(numbers: Numbers, is_hidden: U8Array, exponents: U8Array, out: U8Array) -> int:
+    """Fill `out`, of STREAM_NBYTES, with a stream of numbers [n]; how many bytes it has.
+
+    Of those that are hidden the stream says that they are, and not which number.
+    """
+    symbols = _symbols_of(numbers, is_hidden)
+    table_of, fields, at = _tables_of(symbols, exponents, out)
+    n = len(numbers)
+    words, states = np.empty(2 * n + 1, np.uint32), np.full(_LANES, _LEAST, np.uint64)
+    first = _U64(len(words))
+    for back in range(n):  # what is decoded first is coded last
+        i = _U64(n - 1 - back)
+        lane, symbol = i % _U64(_LANES), _U64(symbols[i])
+        table = table_of[exponents[i]]
+        frequency = fields[table, symbol, 0]
+        value = _VALUES[symbol]
+        n_raw = value >> _U64(40)
+        raw = (_U64(numbers[i]) - value) & ((_ONE << n_raw) - _ONE)
+        state, n_low = states[lane], min(n_raw, _U64(_RAW))
+        if n_raw > n_low:
+            state, first = _pushed(state, _ONE, n_raw - n_low, words, first)
+            state = (state << (n_raw - n_low)) | (raw >> n_low)
+        state, first = _pushed(state, frequency, n_low + _N_BITS, words, first)
+        state = (state << n_low) | (raw & ((_ONE << n_low) - _ONE))
+        quotient = state // frequency
+        states[lane] = (quotient << _N_BITS) + (state - quotient * frequency)
+        states[lane] += fields[table, symbol, 1]
+    for state in states:
+        at = _write(state, _STATE_NBYTES, out, at)
+    for place in range(first, len(words)):
+        at = _write(_U64(words[place]), 4, out, at)
+    return int(at)
+
+
+@cached_njit(nogil=True)
+def decode(
+    stream: U8Array,
+    exponents: U8Array,
+    slots: U32Array,
+    words: U32Array,
+    numbers: Numbers,
+    is_hidden: U8Array,
+) -> bool:
+    """Fill `numbers` [n], and which of them are hidden and 0; False for what is no stream of n."""
+    table_of = np.zeros(_EXPONENTS, np.uint32)
+    at = _read_tables(stream, table_of, slots)
+    n_words = (len(stream) - at - _LANES * _STATE_NBYTES) // 4
+    if at < 0 or n_words < 0 or n_words > len(words):
+        return False
+    states = np.empty(_LANES, np.uint64)
+    for lane in range(_LANES):
+        states[lane] = _read(stream, at + _STATE_NBYTES * lane, _STATE_NBYTES)
+    at += _LANES * _STATE_NBYTES
+    if at + 4 * n_words != len(stream):
+        return False
+    words.view(np.uint8)[: 4 * n_words] = stream[at:]
+    last, p, n = _U64(max(n_words, 1) - 1), _U64(0), _U64(len(numbers))
+    a, stop = _U64(0), n - n % _U64(_LANES)
+    # Lanes by themselves stay in registers: a state that is stored each time takes a third longer.
+    x0, x1, x2, x3 = states[0], states[1], states[2], states[3]
+    while a < stop:
+        b, c, d = a + _ONE, a + _U64(2), a + _U64(3)
+        x0, p = _step(x0, p, a, table_of, exponents, slots, words, last, numbers, is_hidden)
+        x1, p = _step(x1, p, b, table_of, exponents, slots, words, last, numbers, is_hidden)
+        x2, p = _step(x2, p, c, table_of, exponents, slots, words, last, numbers, is_hidden)
+        x3, p = _step(x3, p, d, table_of, exponents, slots, words, last, numbers, is_hidden)
+        a += _U64(_LANES)
+    states[0], states[1], states[2], states[3] = x0, x1, x2, x3
+    for lane in range(n - stop):
+        i = stop + _U64(lane)
+        states[lane], p = _step(
+            states[lane], p, i, table_of, exponents, slots, words, last, numbers, is_hidden
+        )
+    return bool(p == _U64(n_words) and (states == _LEAST).all())
+
+
+@numba.njit(inline="always")
+def _step(
+    state: Any,
+    p: Any,
+    i: Any,
+    table_of: Any,
+    exponents: Any,
+    slots: Any,
+    words: Any,
+    last: Any,
+    numbers: Any,
+    is_hidden: Any,
+) -> Any:
+    """Decode number `i` of a lane; its next state, and the next word."""
+    slot = _U64(slots[_U64(table_of[exponents[i]]) | (state & _MASK)])
+    symbol = slot & _U64(_SYMBOLS - 1)
+    state = ((slot >> _U64(7)) & _U64(0xFFF)) * (state >> _N_BITS) + (slot >> _U64(19))
+    value = _VALUES[symbol]
+    n_raw = value >> _U64(40)
+    low = min(n_raw, _U64(_RAW))
+    raw = state & ((_ONE << low) - _ONE)
+    state, p = _filled(state >> low, p, words, last)
+    if _U64(numbers.dtype.type(-1)) > _U64(0xFFFF):  # known when it is compiled
+        high = n_raw - low
+        raw |= (state & ((_ONE << high) - _ONE)) << low
+        state, p = _filled(state >> high, p, words, last)
+    numbers[i] = (value & _WORD) + raw
+    is_hidden[i] = symbol == _U64(_HIDDEN)
+    return state, p
+
+
+@numba.njit(inline="always")
+def _filled(state: Any, p: Any, words: Any, last: Any) -> Any:
+    is_low = state < _LEAST
+    # A stream that is damaged may ask for more words than it has.
+    word = _U64(words[min(p, last)])
+    return ((state << _HALF) | word) if is_low else state, p + _U64(is_low)
+
+
+@numba.njit(inline="always")
+def _pushed(state: Any, frequency: Any, n_bits: Any, words: Any, at: Any) -> Any:
+    """A state that has room for a symbol of this frequency in 2^n_bits; a word goes before `at`."""
+    is_full = state >= frequency << (_U64(63) - n_bits)
+    words[at - _ONE] = np.uint32(state & _WORD)
+    return state >> _HALF if is_full else state, at - _U64(is_full)
+
+
+@numba.njit
+def _symbols_of(numbers: Any, is_hidden: Any) -> Any:
+    """The symbol of each number."""
+    symbols, as_floats = np.empty(len(numbers), np.uint8), numbers.astype(np.float64)
+    bits = as_floats.view(np.uint64)
+    for i in range(len(numbers)):
+        # Of a larger number the exponent and the mantissa's first two bits; of 8 it is 8.
+        symbol = (bits[i] >> _U64(50)) - _U64(4096)
+        symbol = symbol if numbers[i] >> _SMALL else _U64(numbers[i])
+        symbols[i] = _HIDDEN if is_hidden[i] else symbol
+    return symbols
+
+
+@numba.njit
+def _tables_of(symbols: Any, exponents: Any, out: Any) -> Any:
+    """Write the tables: which one each exponent has, what is in them, and where they end.
+
+    [tables, symbols, 2]: a symbol's frequency, and that of all before it.
+    """
+    table_of = np.zeros(_EXPONENTS, np.int64)
+    n_own = _own_tables(exponents, table_of, out)
+    counts = np.zeros((n_own + 1, _SYMBOLS), np.int64)
+    for i in range(len(symbols)):
+        counts[table_of[exponents[i]], symbols[i]] += 1
+    fields = np.zeros((n_own + 1, _SYMBOLS, 2), np.uint64)
+    frequencies = np.zeros_like(counts)
+    for t in range(n_own + 1):
+        _normalise(counts[t], frequencies[t])
+        below = 0
+        for s in range(_SYMBOLS):
+            fields[t, s, 0], fields[t, s, 1] = frequencies[t, s], below
+            below += frequencies[t, s]
+    return table_of, fields, _write_tables(frequencies, 1 + n_own, out)
+
+
+@numba.njit
+def _own_tables(exponents: Any, table_of: Any, out: Any) -> Any:
+    """Write which exponents have a table of their own, and number the tables; how many."""
+    counts = np.zeros(_EXPONENTS, np.int64)
+    for i in range(len(exponents)):
+        counts[exponents[i]] += 1
+    n_own = 0
+    for e in range(_EXPONENTS - 1):  # one less, so that their number fits a byte
+        if counts[e] >= _OWN:
+            n_own += 1
+            out[n_own] = e
+            table_of[e] = n_own - 1
+    for e in range(_EXPONENTS):
+        if counts[e] < _OWN or e == _EXPONENTS - 1:
+            table_of[e] = n_own
+    out[0] = n_own
+    return n_own
+
+
+@numba.njit
+def _normalise(counts: Any, frequencies: Any) -> None:
+    """Frequencies that add up to _TOTAL, of counts; none is 0 whose count is not.
+
+    All but the largest have four bits at most that are not zeros.
+    """
+    total, most, left = counts.sum(), counts.argmax(), _TOTAL
+    if total == 0:
+        return
+    for s in range(_SYMBOLS):
+        if counts[s] and s != most:
+            frequency = max(1, counts[s] * _TOTAL // total)
+            shift = max(0, _length(frequency) - _KEPT)
+            frequencies[s] = frequency >> shift << shift
+            left -= frequencies[s]
+    frequencies[most] = left
+
+
+@numba.njit
+def _write_tables(frequencies: Any, at: Any, out: Any) -> Any:
+    """Write tables behind byte `at`; where they end."""
+    at_bit = 8 * at
+    for t in range(len(frequencies)):
+        of = frequencies[t]
+        n_symbols, most, last = 0, of.argmax(), 0
+        for s in range(_SYMBOLS):
+            n_symbols = s + 1 if of[s] else n_symbols
+        at_bit = _put(n_symbols, 8, out, at_bit)
+        if n_symbols:
+            at_bit = _put(most, 7, out, at_bit)
+        for s in range(n_symbols):
+            if s == most:
+                continue
+            size = _length(of[s])
+            change = 2 * (size - last) if size >= last else 2 * (last - size) - 1
+            for _ in range(change >> 1):
+                at_bit = _put(1, 1, out, at_bit)
+            at_bit = _put((change & 1) << 1, 2, out, at_bit)
+            low = min(max(size - 1, 0), _KEPT - 1)
+            at_bit = _put((of[s] >> max(0, size - _KEPT)) & ((1 << low) - 1), low, out, at_bit)
+            last = size
+    return -(-at_bit // 8)
+
+
+@numba.njit
+def _read_tables(stream: Any, table_of: Any, slots: Any) -> Any:
+    """Fill in where each exponent's table begins, and the tables; where they end, −1 for no sense.
+
+    A slot is a symbol, its frequency, and its place among those of the symbol.
+    """
+    if len(stream) < 1 or len(stream) < 1 + stream[0]:
+        return -1
+    n_own = np.int64(stream[0])
+    table_of[:] = n_own << _BITS
+    for t in range(n_own):
+        table_of[stream[1 + t]] = t << _BITS
+    at_bit, frequencies = 8 * (1 + n_own), np.empty(_SYMBOLS, np.int64)
+    for t in range(n_own + 1):
+        at_bit = _read_table(stream, at_bit, frequencies)
+        if at_bit < 0:
+            return -1
+        at = t << _BITS
+        for s in range(_SYMBOLS):
+            slot = np.uint32(s | frequencies[s] << 7)
+            for j in range(frequencies[s]):
+                slots[at + j] = slot | np.uint32(j << 19)
+            at += frequencies[s]
+        slots[at : (t + 1) << _BITS] = 0  # a table of no symbols
+    return -(-at_bit // 8)
+
+
+@numba.njit
+def _read_table(stream: Any, at_bit: Any, frequencies: Any) -> Any:
+    """Fill `frequencies` [_SYMBOLS]; where the table ends, −1 for no sense."""
+    frequencies[:] = 0
+    n_symbols, at_bit = _take(stream, at_bit, 8)
+    if n_symbols == 0 or at_bit < 0:
+        return at_bit
+    most, at_bit = _take(stream, at_bit, 7)
+    last, left = 0, _TOTAL
+    for s in range(min(n_symbols, _SYMBOLS)):
+        if s == most:
+            continue
+        bit, change = 1, -2
+        while bit == 1 and at_bit >= 0:
+            bit, at_bit = _take(stream, at_bit, 1)
+            change += 2
+        odd, at_bit = _take(stream, at_bit, 1)
+        size = last - (change + 2) // 2 if odd else last + change // 2
+        if at_bit < 0 or size < 0 or size > _BITS:
+            return -1
+        low = min(max(size - 1, 0), _KEPT - 1)
+        bits, at_bit = _take(stream, at_bit, low)
+        frequencies[s] = (1 << low | bits) << max(0, size - _KEPT) if size else 0
+        left -= frequencies[s]
+        last = size
+    if at_bit < 0 or left <= 0 or n_symbols > _SYMBOLS:
+        return -1
+    frequencies[most] = left
+    return at_bit
+
+
+@numba.njit
+def _put(number: Any, n: Any, out: Any, at_bit: Any) -> Any:
+    """Write `n` bits from `at_bit` on, the lowest first; where they end."""
+    for i in range(n):
+        at = at_bit + i
+        if at & 7 == 0:
+            out[at >> 3] = 0
+        out[at >> 3] |= ((number >> i) & 1) << (at & 7)
+    return at_bit + n
+
+
+@numba.njit
+def _take(stream: Any, at_bit: Any, n: Any) -> Any:
+    """The number in `n` bits from `at_bit` on, and where they end: −1 behind the stream."""
+    if at_bit < 0 or at_bit + n > 8 * len(stream):
+        return 0, -1
+    found = 0
+    for i in range(n):
+        at = at_bit + i
+        found |= int((stream[at >> 3] >> (at & 7)) & 1) << i
+    return found, at_bit + n
+
+
+@numba.njit
+def _length(number: Any) -> Any:
+    n = 0
+    while number >> n:
+        n += 1
+    return n
+
+
+@numba.njit
+def _write(number: Any, nbytes: Any, out: Any, at: Any) -> Any:
+    """Write a little-endian number at byte `at`; where it ends."""
+    for i in range(nbytes):
+        out[at + i] = (number >> _U64(8 * i)) & _U64(255)
+    return at + nbytes
+
+
+@numba.njit
+def _read(stream: Any, at: Any, nbytes: Any) -> Any:
+    number = _U64(0)
+    for i in range(nbytes):
+        number |= _U64(stream[at + i]) << _U64(8 * i)
+    return number
