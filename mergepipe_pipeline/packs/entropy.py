@@ -10,7 +10,7 @@ exponents have a table of their own, these in rising order, a byte each, and bit
 and for all other exponents together, 8 bits for how many symbols it has, 7 for the most frequent,
 and for each other how many bits its frequency has, as the difference to the one before (0, −1, 1,
 −2 …; half of it in ones, which a zero ends, then a bit), and three bits below the leading one.
-Frequencies add up to 2048. After Duda, arXiv:1311.2540, and Giesen, arXiv:1402.3392 (lanes).
+Frequencies add up to 1024. After Duda, arXiv:1311.2540, and Giesen, arXiv:1402.3392 (lanes).
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Any
 
 import numba
 import numpy as np
+from llvmlite import ir
+from numba.extending import intrinsic
 
 from mergepipe_pipeline.arrays import U8Array, U16Array, U32Array, U64Array
 from mergepipe_pipeline.domain.pack import CHUNK_ELEMS
@@ -26,7 +28,7 @@ from mergepipe_pipeline.jit import cached_njit
 
 Numbers = U16Array | U32Array
 
-_BITS, _LANES = 11, 4
+_BITS, _LANES = 10, 4
 _TOTAL = 1 << _BITS
 #: Bits of a frequency that are kept.
 _KEPT = 4
@@ -51,6 +53,19 @@ _ONE, _N_BITS, _HALF = np.uint64(1), np.uint64(_BITS), np.uint64(32)
 _MASK = np.uint64(_TOTAL - 1)
 
 
+@intrinsic
+def _high(context: Any, a: Any, b: Any) -> Any:
+    """The upper half of a product of two numbers of 64 bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        wide, narrow = ir.IntType(128), ir.IntType(64)
+        a, b = (builder.zext(x, wide) for x in arguments)
+        product = builder.mul(a, b)
+        return builder.trunc(builder.lshr(product, ir.Constant(wide, 64)), narrow)
+
+    return numba.uint64(numba.uint64, numba.uint64), generate
+
+
 def _values() -> U64Array:
     """By symbol, the least number that has it, and above 40 bits how many bits follow."""
     numbers = list(range(1 << _SMALL))
@@ -66,9 +81,10 @@ _VALUES = _values()
 
 
 class Tables:
-    """Room for the tables and the words of a stream that is decoded; of one thread."""
+    """Room for the tables, the codes and the words of a stream; of one thread."""
 
     def __init__(self) -> None:
+        self.codes = np.empty(CHUNK_ELEMS, np.uint16)
         self.slots = np.empty((_EXPONENTS + 1) * _TOTAL, np.uint32)
         self.words = np.empty(STREAM_NBYTES // 4, np.uint32)
 
@@ -86,38 +102,48 @@ def exponents_of(bits: Numbers, out: U8Array) -> None:
 
 
 @cached_njit(nogil=True)
-def encode(numbers: Numbers, is_hidden: U8Array, exponents: U8Array, out: U8Array) -> int:
+def encode(
+    numbers: Numbers,
+    is_hidden: U8Array,
+    exponents: U8Array,
+    codes: U16Array,
+    words: U32Array,
+    out: U8Array,
+) -> int:
     """Fill `out`, of STREAM_NBYTES, with a stream of numbers [n]; how many bytes it has.
 
-    Of those that are hidden the stream says that they are, and not which number.
+    Of those that are hidden the stream says that they are, and not which number. There is room for
+    n `codes` and 2n + 1 `words`.
     """
-    symbols = _symbols_of(numbers, is_hidden)
-    table_of, fields, at = _tables_of(symbols, exponents, out)
-    n = len(numbers)
-    words, states = np.empty(2 * n + 1, np.uint32), np.full(_LANES, _LEAST, np.uint64)
-    first = _U64(len(words))
+    n, table_of = len(numbers), np.zeros(_EXPONENTS, np.uint16)
+    n_tables = 1 + _own_tables(exponents, table_of, out)
+    _fill_codes(numbers, is_hidden, exponents, table_of, codes)
+    divisors, at = _tables_of(codes[:n], n_tables, out)
+    states, first = np.full(_LANES, _LEAST, np.uint64), _U64(len(words))
     for back in range(n):  # what is decoded first is coded last
         i = _U64(n - 1 - back)
-        lane, symbol = i % _U64(_LANES), _U64(symbols[i])
-        table = table_of[exponents[i]]
-        frequency = fields[table, symbol, 0]
-        value = _VALUES[symbol]
+        code, lane = _U64(codes[i]), i % _U64(_LANES)
+        value = _VALUES[code & _U64(_SYMBOLS - 1)]
         n_raw = value >> _U64(40)
         raw = (_U64(numbers[i]) - value) & ((_ONE << n_raw) - _ONE)
         state, n_low = states[lane], min(n_raw, _U64(_RAW))
         if n_raw > n_low:
-            state, first = _pushed(state, _ONE, n_raw - n_low, words, first)
+            state, first = _pushed(state, _ONE << (_U64(63) - n_raw + n_low), words, first)
             state = (state << (n_raw - n_low)) | (raw >> n_low)
-        state, first = _pushed(state, frequency, n_low + _N_BITS, words, first)
+        inverse, packed = divisors[code, 0], divisors[code, 1]
+        frequency = packed & _U64(0xFFF)
+        most = frequency << (_U64(63) - n_low - _N_BITS)
+        state, first = _pushed(state, most, words, first)
         state = (state << n_low) | (raw & ((_ONE << n_low) - _ONE))
-        quotient = state // frequency
-        states[lane] = (quotient << _N_BITS) + (state - quotient * frequency)
-        states[lane] += fields[table, symbol, 1]
+        # The quotient by the frequency; after Giesen, as a division takes as long as all the rest.
+        quotient = _high(state, inverse) >> (packed >> _U64(48))  # type: ignore[call-arg]
+        below = (packed >> _U64(12)) & _U64(0xFFFFF)
+        states[lane] = state + below + quotient * (_U64(_TOTAL) - frequency)
     for state in states:
         at = _write(state, _STATE_NBYTES, out, at)
-    for place in range(first, len(words)):
-        at = _write(_U64(words[place]), 4, out, at)
-    return int(at)
+    nbytes = 4 * (len(words) - np.int64(first))
+    out[at : at + nbytes] = words[first:].view(np.uint8)
+    return int(at + nbytes)
 
 
 @cached_njit(nogil=True)
@@ -202,65 +228,84 @@ def _filled(state: Any, p: Any, words: Any, last: Any) -> Any:
 
 
 @numba.njit(inline="always")
-def _pushed(state: Any, frequency: Any, n_bits: Any, words: Any, at: Any) -> Any:
-    """A state that has room for a symbol of this frequency in 2^n_bits; a word goes before `at`."""
-    is_full = state >= frequency << (_U64(63) - n_bits)
+def _pushed(state: Any, most: Any, words: Any, at: Any) -> Any:
+    """A state below `most`, whose last word goes before place `at` if it is not."""
+    is_full = state >= most
     words[at - _ONE] = np.uint32(state & _WORD)
     return state >> _HALF if is_full else state, at - _U64(is_full)
 
 
 @numba.njit
-def _symbols_of(numbers: Any, is_hidden: Any) -> Any:
-    """The symbol of each number."""
-    symbols, as_floats = np.empty(len(numbers), np.uint8), numbers.astype(np.float64)
-    bits = as_floats.view(np.uint64)
-    for i in range(len(numbers)):
-        # Of a larger number the exponent and the mantissa's first two bits; of 8 it is 8.
-        symbol = (bits[i] >> _U64(50)) - _U64(4096)
-        symbol = symbol if numbers[i] >> _SMALL else _U64(numbers[i])
-        symbols[i] = _HIDDEN if is_hidden[i] else symbol
-    return symbols
-
-
-@numba.njit
-def _tables_of(symbols: Any, exponents: Any, out: Any) -> Any:
-    """Write the tables: which one each exponent has, what is in them, and where they end.
-
-    [tables, symbols, 2]: a symbol's frequency, and that of all before it.
-    """
-    table_of = np.zeros(_EXPONENTS, np.int64)
-    n_own = _own_tables(exponents, table_of, out)
-    counts = np.zeros((n_own + 1, _SYMBOLS), np.int64)
-    for i in range(len(symbols)):
-        counts[table_of[exponents[i]], symbols[i]] += 1
-    fields = np.zeros((n_own + 1, _SYMBOLS, 2), np.uint64)
-    frequencies = np.zeros_like(counts)
-    for t in range(n_own + 1):
-        _normalise(counts[t], frequencies[t])
-        below = 0
-        for s in range(_SYMBOLS):
-            fields[t, s, 0], fields[t, s, 1] = frequencies[t, s], below
-            below += frequencies[t, s]
-    return table_of, fields, _write_tables(frequencies, 1 + n_own, out)
-
-
-@numba.njit
 def _own_tables(exponents: Any, table_of: Any, out: Any) -> Any:
     """Write which exponents have a table of their own, and number the tables; how many."""
-    counts = np.zeros(_EXPONENTS, np.int64)
+    # In turn, since a counter that has just been written is slow to read.
+    counts = np.zeros((4, _EXPONENTS), np.int64)
     for i in range(len(exponents)):
-        counts[exponents[i]] += 1
+        counts[i & 3, exponents[i]] += 1
     n_own = 0
     for e in range(_EXPONENTS - 1):  # one less, so that their number fits a byte
-        if counts[e] >= _OWN:
+        if counts[:, e].sum() >= _OWN:
             n_own += 1
             out[n_own] = e
             table_of[e] = n_own - 1
+        else:
+            table_of[e] = _EXPONENTS
+    table_of[_EXPONENTS - 1] = _EXPONENTS
     for e in range(_EXPONENTS):
-        if counts[e] < _OWN or e == _EXPONENTS - 1:
-            table_of[e] = n_own
+        table_of[e] = min(table_of[e], n_own)
     out[0] = n_own
     return n_own
+
+
+@numba.njit
+def _fill_codes(numbers: Any, is_hidden: Any, exponents: Any, table_of: Any, codes: Any) -> None:
+    """Fill `codes` with the table and the symbol of each number."""
+    for i in range(len(numbers)):
+        # Of a larger number the exponent and the mantissa's first two bits; of 8 it is 8.
+        bits = np.float64(numbers[i]).view(np.uint64)
+        symbol = (bits >> _U64(50)) - _U64(4096)
+        symbol = symbol if numbers[i] >> _SMALL else _U64(numbers[i])
+        symbol = _U64(_HIDDEN) if is_hidden[i] else symbol
+        codes[i] = _U64(table_of[exponents[i]]) * _U64(_SYMBOLS) + symbol
+
+
+@numba.njit
+def _tables_of(codes: Any, n_tables: Any, out: Any) -> Any:
+    """Write the tables; what divides by each code's frequency, and where the tables end.
+
+    [codes, 2]: the inverse; frequency, that of all symbols before it in 12 bits on, and from bit
+    48 on by how much a product with the inverse is shifted.
+    """
+    counts = np.zeros((4, n_tables * _SYMBOLS), np.int64)
+    for i in range(len(codes)):
+        counts[i & 3, codes[i]] += 1
+    divisors = np.zeros((n_tables * _SYMBOLS, 2), np.uint64)
+    frequencies = np.zeros((n_tables, _SYMBOLS), np.int64)
+    for t in range(n_tables):
+        first = t * _SYMBOLS
+        _normalise(counts[:, first : first + _SYMBOLS].sum(axis=0), frequencies[t])
+        below = 0
+        for s in range(_SYMBOLS):
+            frequency = frequencies[t, s]
+            if not frequency:
+                continue
+            shift = _length(frequency - 1)
+            inverse, offset = _U64(0) - _ONE, below + _TOTAL - 1  # a product with it is one less
+            if frequency > 1:
+                inverse, offset = _inverse(frequency, shift), below
+            packed = frequency | offset << 12 | max(0, shift - 1) << 48
+            divisors[first + s, 0], divisors[first + s, 1] = inverse, packed
+            below += frequency
+    return divisors, _write_tables(frequencies, n_tables, out)
+
+
+@numba.njit
+def _inverse(frequency: Any, shift: Any) -> Any:
+    """2^(63 + shift) over the frequency, rounded up: of 64 bits, by long division."""
+    dividend, f = _ONE << _U64(31 + shift), _U64(frequency)
+    high = dividend // f
+    rest = (dividend - high * f) << _HALF
+    return (high << _HALF) + (rest + f - _ONE) // f
 
 
 @numba.njit

@@ -59,14 +59,17 @@ def encode_exact(
     n_hidden, left_out = _fold(expert, base, delta, least, is_hidden, folded)
     exponents_of(base, exponents)
     x20 = _stream(folded, is_hidden, exponents) if n_hidden < n else b""
-    hidden = is_hidden.view(np.bool_)
-    rest = folded[hidden]
-    x = _stream(rest, np.zeros(n_hidden, np.uint8), exponents[hidden]) if rest.any() else b""
+    rest = folded[:n_hidden]
+    _keep_hidden(is_hidden, exponents, folded)
+    is_hidden[:] = 0
+    x = _stream(rest, is_hidden[:n_hidden], exponents[:n_hidden]) if rest.any() else b""
     return x20, x, left_out
 
 
 def _stream(numbers: Numbers, is_hidden: U8Array, exponents: U8Array) -> bytes:
-    return _room.stream[: encode(numbers, is_hidden, exponents, _room.stream)].tobytes()
+    tables, stream = _room.tables, _room.stream
+    nbytes = encode(numbers, is_hidden, exponents, tables.codes, tables.words, stream)
+    return stream[:nbytes].tobytes()
 
 
 def restore(
@@ -135,10 +138,10 @@ def _restore(
             if not decode(stream, exponents[:n], slots, words, part, is_hidden[:n]):
                 return chunk
         if nbytes[1, chunk]:
-            m = 0
+            m = np.uint64(0)
             for e in range(n):
                 hidden_exponents[m] = exponents[e]
-                m += int(is_hidden[e])
+                m += np.uint64(is_hidden[e])
             stream = raw[starts[1, chunk] : starts[1, chunk] + nbytes[1, chunk]]
             # The exponents are of no more use: there is room for which of the rest are hidden.
             flags = exponents[:m]
@@ -146,13 +149,27 @@ def _restore(
                 return chunk
             if flags.any():
                 return chunk
-            at = np.uint64(0)
-            for e in range(n):
-                flag = np.uint64(is_hidden[e])
-                part[e] = rest[at] if flag else part[e]
-                at += flag
+            _put_hidden(rest, is_hidden[:n], part)
         _add_to(base_part, part)
     return -1
+
+
+@cached_njit(nogil=True)
+def _keep_hidden(is_hidden: U8Array, exponents: U8Array, numbers: Bits) -> None:
+    """Move the exponents and numbers of hidden elements to the front of their arrays."""
+    at = np.uint64(0)
+    for e in range(len(is_hidden)):
+        exponents[at], numbers[at] = exponents[e], numbers[e]
+        at += np.uint64(is_hidden[e])
+
+
+@cached_njit(nogil=True)
+def _put_hidden(rest: Bits, is_hidden: U8Array, out: Bits) -> None:
+    """Put numbers in order where `out` [n] hides one, which is 0 there; without branches."""
+    number, at = out.dtype.type, np.uint64(0)
+    for e in range(len(out)):
+        out[e] |= rest[at] & number(number(0) - number(is_hidden[e]))
+        at += np.uint64(is_hidden[e])
 
 
 @cached_njit(nogil=True)
