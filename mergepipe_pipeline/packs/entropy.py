@@ -85,7 +85,7 @@ class Tables:
 
     def __init__(self) -> None:
         self.codes = np.empty(CHUNK_ELEMS, np.uint16)
-        self.slots = np.empty((_EXPONENTS + 1) * _TOTAL, np.uint32)
+        self.slots = np.empty((_EXPONENTS + 1) * _TOTAL, np.uint64)
         self.words = np.empty(STREAM_NBYTES // 4, np.uint32)
 
 
@@ -150,7 +150,7 @@ def encode(
 def decode(
     stream: U8Array,
     exponents: U8Array,
-    slots: U32Array,
+    slots: U64Array,
     words: U32Array,
     numbers: Numbers,
     is_hidden: U8Array,
@@ -168,22 +168,22 @@ def decode(
     if at + 4 * n_words != len(stream):
         return False
     words.view(np.uint8)[: 4 * n_words] = stream[at:]
-    last, p, n = _U64(max(n_words, 1) - 1), _U64(0), _U64(len(numbers))
+    p, n = _U64(0), _U64(len(numbers))
     a, stop = _U64(0), n - n % _U64(_LANES)
     # Lanes by themselves stay in registers: a state that is stored each time takes a third longer.
     x0, x1, x2, x3 = states[0], states[1], states[2], states[3]
     while a < stop:
         b, c, d = a + _ONE, a + _U64(2), a + _U64(3)
-        x0, p = _step(x0, p, a, table_of, exponents, slots, words, last, numbers, is_hidden)
-        x1, p = _step(x1, p, b, table_of, exponents, slots, words, last, numbers, is_hidden)
-        x2, p = _step(x2, p, c, table_of, exponents, slots, words, last, numbers, is_hidden)
-        x3, p = _step(x3, p, d, table_of, exponents, slots, words, last, numbers, is_hidden)
+        x0, p = _step(x0, p, a, table_of, exponents, slots, words, numbers, is_hidden)
+        x1, p = _step(x1, p, b, table_of, exponents, slots, words, numbers, is_hidden)
+        x2, p = _step(x2, p, c, table_of, exponents, slots, words, numbers, is_hidden)
+        x3, p = _step(x3, p, d, table_of, exponents, slots, words, numbers, is_hidden)
         a += _U64(_LANES)
     states[0], states[1], states[2], states[3] = x0, x1, x2, x3
     for lane in range(n - stop):
         i = stop + _U64(lane)
         states[lane], p = _step(
-            states[lane], p, i, table_of, exponents, slots, words, last, numbers, is_hidden
+            states[lane], p, i, table_of, exponents, slots, words, numbers, is_hidden
         )
     return bool(p == _U64(n_words) and (states == _LEAST).all())
 
@@ -197,34 +197,34 @@ def _step(
     exponents: Any,
     slots: Any,
     words: Any,
-    last: Any,
     numbers: Any,
     is_hidden: Any,
 ) -> Any:
     """Decode number `i` of a lane; its next state, and the next word."""
-    slot = _U64(slots[_U64(table_of[exponents[i]]) | (state & _MASK)])
-    symbol = slot & _U64(_SYMBOLS - 1)
-    state = ((slot >> _U64(7)) & _U64(0xFFF)) * (state >> _N_BITS) + (slot >> _U64(19))
-    value = _VALUES[symbol]
-    n_raw = value >> _U64(40)
-    low = min(n_raw, _U64(_RAW))
-    raw = state & ((_ONE << low) - _ONE)
-    state, p = _filled(state >> low, p, words, last)
+    slot = slots[_U64(table_of[exponents[i]]) | (state & _MASK)]
+    state = (slot & _U64(0x7FF)) * (state >> _N_BITS) + ((slot >> _U64(11)) & _MASK)
+    n_raw = (slot >> _U64(21)) & _U64(31)
     if _U64(numbers.dtype.type(-1)) > _U64(0xFFFF):  # known when it is compiled
+        low = min(n_raw, _U64(_RAW))
+        raw = state & ((_ONE << low) - _ONE)
+        state, p = _filled(state >> low, p, words)
         high = n_raw - low
         raw |= (state & ((_ONE << high) - _ONE)) << low
-        state, p = _filled(state >> high, p, words, last)
-    numbers[i] = (value & _WORD) + raw
-    is_hidden[i] = symbol == _U64(_HIDDEN)
+        state, p = _filled(state >> high, p, words)
+    else:
+        raw = state & ((_ONE << n_raw) - _ONE)
+        state, p = _filled(state >> n_raw, p, words)
+    numbers[i] = (slot >> _U64(27)) + raw
+    is_hidden[i] = (slot >> _U64(26)) & _ONE
     return state, p
 
 
 @numba.njit(inline="always")
-def _filled(state: Any, p: Any, words: Any, last: Any) -> Any:
-    is_low = state < _LEAST
-    # A stream that is damaged may ask for more words than it has.
-    word = _U64(words[min(p, last)])
-    return ((state << _HALF) | word) if is_low else state, p + _U64(is_low)
+def _filled(state: Any, p: Any, words: Any) -> Any:
+    """A state with the next word if it is low; there is room for more words than numbers take."""
+    is_low = _U64(state < _LEAST)  # no branch: it would be foreseen no better than the numbers
+    word = _U64(words[p]) & (_U64(0) - is_low)
+    return (state << (is_low << _U64(5))) | word, p + is_low
 
 
 @numba.njit(inline="always")
@@ -356,7 +356,8 @@ def _write_tables(frequencies: Any, at: Any, out: Any) -> Any:
 def _read_tables(stream: Any, table_of: Any, slots: Any) -> Any:
     """Fill in where each exponent's table begins, and the tables; where they end, −1 for no sense.
 
-    A slot is a symbol, its frequency, and its place among those of the symbol.
+    A slot is its symbol's frequency, its place among the symbol's slots (from bit 11 on), how many
+    bits follow (21), whether the number is hidden (26), and the least number of the symbol (27).
     """
     if len(stream) < 1 or len(stream) < 1 + stream[0]:
         return -1
@@ -371,9 +372,11 @@ def _read_tables(stream: Any, table_of: Any, slots: Any) -> Any:
             return -1
         at = t << _BITS
         for s in range(_SYMBOLS):
-            slot = np.uint32(s | frequencies[s] << 7)
+            n_raw, value = _VALUES[s] >> _U64(40), _VALUES[s] & _WORD
+            slot = _U64(frequencies[s]) | n_raw << _U64(21) | value << _U64(27)
+            slot |= _U64(s == _HIDDEN) << _U64(26)
             for j in range(frequencies[s]):
-                slots[at + j] = slot | np.uint32(j << 19)
+                slots[at + j] = slot | _U64(j) << _U64(11)
             at += frequencies[s]
         slots[at : (t + 1) << _BITS] = 0  # a table of no symbols
     return -(-at_bit // 8)

@@ -14,7 +14,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from mergepipe_pipeline.arrays import F32Array, I64Array, U8Array, U32Array
+from mergepipe_pipeline.arrays import F32Array, I64Array, U8Array, U32Array, U64Array
 from mergepipe_pipeline.domain.pack import CHUNK_ELEMS
 from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.packs.entropy import (
@@ -116,7 +116,7 @@ def _restore(
     elems: I64Array,
     base_places: I64Array,
     base: Bits,
-    slots: U32Array,
+    slots: U64Array,
     words: U32Array,
     is_hidden: U8Array,
     exponents: U8Array,

@@ -4,8 +4,8 @@
     python -m tests.lab.bench_llm.exact BASE EXPERT [EXPERT …] [--home FOLDER]
 
 Each codec gets an expert's weights and those of its base, tensor by tensor as they are stored in 16
-bits, and gives the expert's back, which is compared. Seconds are of all cores. A pack also holds
-the coarser levels; of a codec that is not installed there is no row.
+bits, and gives the expert's back, which is compared. Seconds are of all cores. Of a pack the
+exact levels count, and its seconds are of all levels. A codec that is not installed has no row.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
+from mergepipe_pipeline.domain.pack import TIERS_OF
 from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.verbs.replace import move_to_cold, unpack
@@ -102,7 +103,8 @@ def _ours(base: Path, expert: Path, home: Path | None) -> Row:
         out_s = time.process_time() - began
         if dict(_tensors(copy)) != dict(_tensors(expert)):
             raise SystemExit("the pack gives other bytes")
-        return Row("pack", made.nbytes / made.expert_nbytes, in_s, out_s)
+        exact = sum(made.tier_nbytes[tier] for tier in TIERS_OF["X"])
+        return Row("pack, exact levels", exact / made.expert_nbytes, in_s, out_s)
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, bytes]]:
