@@ -136,5 +136,6 @@ def demo(console: Console) -> None:
         f"when the last expert landed: {result.layers_reused} layers reused, "
         f"{result.layers_executed} merged anew",
         f"done in {result.seconds:.0f} s; everything is in {result.warehouse}",
+        "these models are toys of 335 k parameters; language models: docs/benchmarks.md#packs",
         f"see the runs and the lineage in Dagster: mergepipe ui --home {result.warehouse}",
     )
