@@ -13,7 +13,7 @@ _QUANTUM = FINE_ELEMS
 _MOST_ELEMS = 5 << 18
 #: Memory of the plan for one tensor of one expert: places, ranges, rules, a digest.
 _INPUT_NBYTES = 13 << 8
-#: Memory into which a worker unpacks frames: 64 chunks of float32 at once, and their bitmaps.
+#: Memory of a worker that decodes: 64 chunks of trits at once, or the tables of a stream, at most.
 _UNPACKED_NBYTES = 17 << 20
 
 #: Default memory of a merge beside the program: usually, when it reads past the page cache, and

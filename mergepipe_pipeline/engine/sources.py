@@ -211,8 +211,9 @@ class SourcePool:
 
         Raises CorruptionError for a pack that is not as it was written.
         """
-        if e.packed is None or base is None:
+        if e.packed is None:
             return None
+        assert base is not None
         key = e.packed.pack, before
         with self._lock:
             if key not in self._packs:

@@ -20,7 +20,7 @@ from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TIERS, TIERS_OF, Tier
 from mergepipe_pipeline.packs import ternary
 from mergepipe_pipeline.packs.exact import Bits, encode_exact, restore
 from mergepipe_pipeline.packs.frames import Frames, Places, as_array, refuse, to_frame
-from mergepipe_pipeline.packs.sections import contents_of
+from mergepipe_pipeline.packs.unpacked import contents_of
 
 #: The types of elements that a pack has levels of, as NumPy has their bits.
 BITS_OF: Mapping[str, type[np.unsignedinteger]] = {
@@ -142,7 +142,7 @@ def decode_bits(
 
 
 def _unpacked_nbytes(nbytes: I64Array, sizes: I64Array) -> int:
-    """Bytes of the contents of those sections that are not stored as they are."""
+    """Bytes of the contents of those frames that are not stored as they are."""
     return int(sizes[(nbytes > 0) & (nbytes < sizes)].sum())
 
 

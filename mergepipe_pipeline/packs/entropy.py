@@ -7,10 +7,11 @@ larger ones a symbol for a quarter of their octave and the bits below it as they
 
 A stream is its tables, the state of each lane, and words. The tables: a byte that says how many
 exponents have a table of their own, these in rising order, a byte each, and bits: for each of them,
-and for all other exponents together, 8 bits for how many symbols it has, 7 for the most frequent,
-and for each other how many bits its frequency has, as the difference to the one before (0, −1, 1,
-−2 …; half of it in ones, which a zero ends, then a bit), and three bits below the leading one.
-Frequencies add up to 1024. After Duda, arXiv:1311.2540, and Giesen, arXiv:1402.3392 (lanes).
+and for all other exponents together, 8 bits for how many symbols it has, 7 for the one that gets
+what the others leave, and for each other how many bits its frequency has, as the difference to the
+one before (0, −1, 1, −2 …; half of it in ones, which a zero ends, then a bit), and three bits below
+the leading one. Frequencies add up to 1024. After Duda, arXiv:1311.2540, and Giesen,
+arXiv:1402.3392 (lanes).
 """
 
 from __future__ import annotations
@@ -280,11 +281,11 @@ def _tables_of(codes: Any, n_tables: Any, out: Any) -> Any:
     for i in range(len(codes)):
         counts[i & 3, codes[i]] += 1
     divisors = np.zeros((n_tables * _SYMBOLS, 2), np.uint64)
-    frequencies = np.zeros((n_tables, _SYMBOLS), np.int64)
+    frequencies, most = np.zeros((n_tables, _SYMBOLS), np.int64), np.zeros(n_tables, np.int64)
     for t in range(n_tables):
         first = t * _SYMBOLS
-        _normalise(counts[:, first : first + _SYMBOLS].sum(axis=0), frequencies[t])
-        below = 0
+        of_table = counts[:, first : first + _SYMBOLS].sum(axis=0)  # [symbols]
+        most[t], below = _normalise(of_table, frequencies[t]), 0
         for s in range(_SYMBOLS):
             frequency = frequencies[t, s]
             if not frequency:
@@ -296,7 +297,7 @@ def _tables_of(codes: Any, n_tables: Any, out: Any) -> Any:
             packed = frequency | offset << 12 | max(0, shift - 1) << 48
             divisors[first + s, 0], divisors[first + s, 1] = inverse, packed
             below += frequency
-    return divisors, _write_tables(frequencies, n_tables, out)
+    return divisors, _write_tables(frequencies, most, n_tables, out)
 
 
 @numba.njit
@@ -309,30 +310,35 @@ def _inverse(frequency: Any, shift: Any) -> Any:
 
 
 @numba.njit
-def _normalise(counts: Any, frequencies: Any) -> None:
-    """Frequencies that add up to _TOTAL, of counts; none is 0 whose count is not.
+def _normalise(counts: Any, frequencies: Any) -> Any:
+    """Fill in frequencies [symbols] that add up to _TOTAL; the symbol that gets what is left.
 
-    All but the largest have four bits at most that are not zeros.
+    None is 0 whose count is not. All but that symbol's have their first _KEPT bits alone.
     """
     total, most, left = counts.sum(), counts.argmax(), _TOTAL
     if total == 0:
-        return
+        return most
     for s in range(_SYMBOLS):
         if counts[s] and s != most:
             frequency = max(1, counts[s] * _TOTAL // total)
             shift = max(0, _length(frequency) - _KEPT)
             frequencies[s] = frequency >> shift << shift
             left -= frequencies[s]
+    while left < 1:  # many symbols are rounded up to 1
+        s = frequencies.argmax()
+        left += frequencies[s] - (frequencies[s] >> 1)
+        frequencies[s] >>= 1
     frequencies[most] = left
+    return most
 
 
 @numba.njit
-def _write_tables(frequencies: Any, at: Any, out: Any) -> Any:
-    """Write tables behind byte `at`; where they end."""
+def _write_tables(frequencies: Any, mosts: Any, at: Any, out: Any) -> Any:
+    """Write tables [tables, symbols] from byte `at` on; where they end."""
     at_bit = 8 * at
     for t in range(len(frequencies)):
         of = frequencies[t]
-        n_symbols, most, last = 0, of.argmax(), 0
+        n_symbols, most, last = 0, mosts[t], 0
         for s in range(_SYMBOLS):
             n_symbols = s + 1 if of[s] else n_symbols
         at_bit = _put(n_symbols, 8, out, at_bit)

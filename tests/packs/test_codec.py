@@ -25,8 +25,8 @@ from mergepipe_pipeline.packs.codec import (
     unit_of,
 )
 from mergepipe_pipeline.packs.frames import Frames, to_frame
-from mergepipe_pipeline.packs.sections import contents_of
 from mergepipe_pipeline.packs.ternary import quantised
+from mergepipe_pipeline.packs.unpacked import contents_of
 from tests.packs.approximate import decode_approximate, quantised_at
 
 Bits = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
@@ -249,7 +249,7 @@ def test_hostile_frames_of_several_chunks_are_refused_or_decoded_to_some_numbers
         decode_bits(frames, np.zeros(total, np.uint16), np.empty(total, np.uint16))
 
 
-def test_a_section_that_states_a_vast_size_is_refused_before_anything_is_allocated() -> None:
+def test_a_frame_that_states_a_vast_size_is_refused_before_anything_is_allocated() -> None:
     with pytest.raises(CorruptionError, match=str(1 << 60)):
         decode_approximate([memoryview(VAST)], 1.0, np.empty(100, np.float32))
 

@@ -100,3 +100,17 @@ def test_bytes_of_any_kind_are_refused_or_decoded_within_their_arrays(raw: bytes
     exponents = np.frombuffer(np.random.default_rng(n).bytes(n), np.uint8)
     is_stream, _, is_hidden = taken(np.frombuffer(raw, np.uint8), exponents, np.uint16)
     assert not is_stream or is_hidden.max() <= 1
+
+
+@pytest.mark.parametrize("bits", [16, 32])
+def test_many_rare_numbers_beside_some_of_equal_frequency_come_back(bits: int) -> None:
+    kind = np.uint16 if bits == 16 else np.uint32
+    quarters = [(4 + q) << (octave - 2) for octave in range(3, bits) for q in range(4)]
+    least = [*range(8), *quarters]  # of each symbol
+    for n_frequent in range(1, len(least) + 1):
+        each = 60_000 // n_frequent
+        numbers = np.array([*least[:n_frequent] * each, *least], kind)
+        exponents, is_hidden = np.full((2, len(numbers)), 0, np.uint8)
+        is_stream, found, _ = taken(streamed(numbers, is_hidden, exponents), exponents, kind)
+        assert is_stream, n_frequent
+        assert np.array_equal(found, numbers), n_frequent

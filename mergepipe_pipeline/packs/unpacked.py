@@ -1,6 +1,6 @@
-"""Finds the contents of frames' sections, and unpacks those that are not stored as they are.
+"""Finds the contents of frames, and unpacks those that are not stored as they are.
 
-It does so for all sections of a window at once: Python makes only one call of zstd. A section's
+It does so for all frames of a window at once: Python makes only one call of zstd. A frame's
 kind follows from its length and its first bytes, as `frames` says; the length of its content is
 known.
 """
@@ -20,8 +20,8 @@ from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.packs.frames import from_pairs, refuse
 from mergepipe_pipeline.storage.compiled_reads import memcpy
 
-#: The place of a section that is not there: the front of the unpacked bytes, where the decoder puts
-#: the content of such a section.
+#: The place of a frame that is not there: the front of the unpacked bytes, where the decoder puts
+#: the content of such a frame.
 ABSENT = -1
 _LENGTH_NBYTES = 4
 _MAGIC = np.uint32(int.from_bytes(zstandard.FRAME_HEADER, "little"))
@@ -40,12 +40,12 @@ _zstd = _Zstd()
 def contents_of(
     raw: U8Array, starts: I64Array, nbytes: I64Array, sizes: I64Array, unpacked: U8Array, at: int
 ) -> tuple[I64Array, int]:
-    """Where the contents of sections lie, in the shape of `starts`, and where `unpacked` is free.
+    """Where the contents of frames lie, in the shape of `starts`, and where `unpacked` is free.
 
     Args:
-        raw: what sections lie in.
+        raw: what frames lie in.
         starts: where, int64 of any shape.
-        nbytes: their bytes in the same shape; 0 for a section that is absent.
+        nbytes: their bytes in the same shape; 0 for a frame that is absent.
         sizes: the bytes of their contents.
         unpacked: has room for all contents from `at` on. A place p there is given as ~p.
         at: where the buffer begins.
@@ -57,7 +57,7 @@ def contents_of(
     starts, nbytes, sizes = (np.ascontiguousarray(x).reshape(-1) for x in (starts, nbytes, sizes))
     stop, n_zipped, bad = _locate(raw, starts, nbytes, sizes, unpacked, at, places, zipped)
     if bad >= 0:
-        refuse(f"a section of {sizes[bad]} bytes, or pairs for them", f"{nbytes[bad]} others")
+        refuse(f"a frame of {sizes[bad]} bytes, or pairs for them", f"{nbytes[bad]} others")
     if n_zipped:
         of = zipped[:n_zipped]
         _decompress(raw, starts[of], nbytes[of], sizes[of], unpacked, ~places[of])
@@ -83,8 +83,8 @@ def _locate(
 ) -> tuple[int, int, int]:
     """Fill in the places of contents, and unpack pairs.
 
-    Gives where `unpacked` is free, how many sections zstd has to unpack, whose numbers `zipped`
-    gets, and the first section that makes no sense, or −1.
+    Gives where `unpacked` is free, how many frames zstd has to unpack, whose numbers `zipped`
+    gets, and the first frame that makes no sense, or −1.
     """
     n_zipped = 0
     for s in range(len(starts)):
@@ -154,5 +154,5 @@ def _decompress(
             _scatter(_addresses(contents), sizes, out, places)
             return
     except zstandard.ZstdError as error:
-        refuse("compressed sections", str(error))
-    refuse(f"sections of {sizes.tolist()[:4]} bytes", f"of {stated[:4]}")
+        refuse("compressed frames", str(error))
+    refuse(f"frames of {sizes.tolist()[:4]} bytes", f"of {stated[:4]}")
