@@ -104,7 +104,7 @@ def test_bytes_of_any_kind_are_refused_or_decoded_within_their_arrays(raw: bytes
 
 @pytest.mark.parametrize("bits", [16, 32])
 def test_many_rare_numbers_beside_some_of_equal_frequency_come_back(bits: int) -> None:
-    kind = np.uint16 if bits == 16 else np.uint32
+    kind: type = np.uint16 if bits == 16 else np.uint32
     quarters = [(4 + q) << (octave - 2) for octave in range(3, bits) for q in range(4)]
     least = [*range(8), *quarters]  # of each symbol
     for n_frequent in range(1, len(least) + 1):
