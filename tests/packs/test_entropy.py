@@ -109,7 +109,7 @@ def test_many_rare_numbers_beside_some_of_equal_frequency_come_back(bits: int) -
     least = [*range(8), *quarters]  # of each symbol
     for n_frequent in range(1, len(least) + 1):
         each = 60_000 // n_frequent
-        numbers = np.array([*least[:n_frequent] * each, *least], kind)
+        numbers: Numbers = np.array([*least[:n_frequent] * each, *least], kind)
         exponents, is_hidden = np.full((2, len(numbers)), 0, np.uint8)
         is_stream, found, _ = taken(streamed(numbers, is_hidden, exponents), exponents, kind)
         assert is_stream, n_frequent
