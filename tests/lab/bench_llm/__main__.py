@@ -5,8 +5,8 @@
 Takes SmolLM2-135M-Instruct, tunes an expert of it for each of seven tasks (and for three of Gemma
 3 270M), merges them by nine methods with tuned scales, and the best three of these under seven
 budgets, and scores all on 512 unseen items of each task. Hours; whatever was made is kept in the
-folder, and a second call goes on. `--minutes` ends after what is under way then. Prints the tables
-of what is scored.
+folder, and a second call goes on. `--minutes` ends after what is under way then, `--budgets` names
+those to score, or none for experts and full merges only. Prints the tables of what is scored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.lab.bench import FOLDER
 from tests.lab.bench_llm.kinds import KINDS, Kind
-from tests.lab.bench_llm.merges import Family, judge
+from tests.lab.bench_llm.merges import BUDGETS, Family, judge
 from tests.lab.bench_llm.score import Scored
 from tests.lab.bench_llm.table import draw, markdown
 from tests.lab.bench_llm.tune import tuned
@@ -33,6 +33,7 @@ def main() -> int:
     parser.add_argument("--home", type=Path, default=FOLDER / "llm")
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1])
+    parser.add_argument("--budgets", nargs="*", choices=BUDGETS, default=BUDGETS)
     parser.add_argument("--minutes", type=float, default=10**6)
     parser.add_argument("--picture", type=Path)
     given = parser.parse_args()
@@ -43,7 +44,7 @@ def main() -> int:
         for seed in given.seeds:
             for kind in kinds:
                 family = made(given.home, kind, seed, scored)
-                judge(packed(given.home, family, scored), family, scored)
+                judge(packed(given.home, family, scored), family, scored, given.budgets)
     except TimeoutError as error:
         print(f"{error}; the same command goes on")
     print(markdown(scored, kinds))

@@ -84,8 +84,14 @@ class Family:
         return f"{self.kind.name} {self.seed}"
 
 
-def judge(home: Warehouse, family: Family, scored: Scored, keep: int = 3) -> None:
-    """Score base, experts, full merges, and the best `keep` of them under all budgets.
+def judge(
+    home: Warehouse,
+    family: Family,
+    scored: Scored,
+    budgets: Sequence[str] = BUDGETS,
+    keep: int = 3,
+) -> None:
+    """Score base, experts, full merges, and the best `keep` of them under budgets.
 
     The validation split of the first seed says which scales and methods are best.
     """
@@ -98,7 +104,7 @@ def judge(home: Warehouse, family: Family, scored: Scored, keep: int = 3) -> Non
             _tune(home, family, method, scored)
     best = sorted(METHODS, key=lambda m: -_tuned(family, m, scored)[1])
     for method in best:
-        _judge(home, family, method, scored, BUDGETS if method in best[:keep] else ())
+        _judge(home, family, method, scored, budgets if method in best[:keep] else ())
 
 
 def _whole(family: Family, folder: Path, full: Mapping[str, Answers] | None = None) -> Scores:
