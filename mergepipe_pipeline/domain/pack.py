@@ -1,8 +1,8 @@
 """A pack: one expert's deltas to its base, encoded in tiers from coarse to exact.
 
-Tiers L0 to L3 approximate δ by sums of a few steps; X20 holds the largest fifth of δ exactly, X
-the rest. A budget buys one level per block: what is read of the tiers together. An exact level
-gives the expert's own bits.
+Tiers R0 to R2 have the leading directions of δ as a matrix, L0 to L3 approximate what these leave
+by sums of a few steps; X20 holds the largest fifth of δ exactly, X the rest. A budget buys one
+level per block: what is read of the tiers together. An exact level gives the expert's own bits.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ if TYPE_CHECKING:  # commands that read plans start without NumPy
     from mergepipe_pipeline.arrays import F32Array, I64Array, U32Array
 
 #: Part of every pack's id: raised when an encoder or a decoder changes its bits.
-CODEC_VERSION = "4"
+CODEC_VERSION = "5"
 #: Raised when the files beside frames change, which no id tells.
-PACK_FORMAT = "3"
+PACK_FORMAT = "4"
 #: Elements that are encoded, compressed, verified and decoded together; a part of a tensor.
 CHUNK_ELEMS = COARSE_ELEMS
 
-Tier = Literal["L0", "L1", "L2", "L3", "X20", "X"]
+Tier = Literal["R0", "R1", "R2", "L0", "L1", "L2", "L3", "X20", "X"]
 #: A level is named after the last of its tiers.
 Level = Tier
-TIERS: tuple[Tier, ...] = ("L0", "L1", "L2", "L3", "X20", "X")
+TIERS: tuple[Tier, ...] = ("R0", "R1", "R2", "L0", "L1", "L2", "L3", "X20", "X")
+#: Tiers that are of a tensor as a whole: their frames stand with its first chunk.
+FACTORED: tuple[Tier, ...] = ("R0", "R1", "R2")
+#: Tiers of steps, each a third of the one before.
+STEPPED: tuple[Tier, ...] = ("L0", "L1", "L2", "L3")
 #: As the number of a tier: none is read.
 NOT_READ = -1
 #: The tiers that are read for a level.
 TIERS_OF: Mapping[Level, tuple[Tier, ...]] = {
-    "L0": ("L0",),
-    "L1": ("L0", "L1"),
-    "L2": ("L0", "L1", "L2"),
-    "L3": ("L0", "L1", "L2", "L3"),
+    **{tier: TIERS[: number + 1] for number, tier in enumerate((*FACTORED, *STEPPED))},
     "X20": ("X20",),
     "X": ("X20", "X"),
 }
@@ -69,9 +70,9 @@ class TensorContent(NamedTuple):
 class PackedTensor:
     """One tensor in a pack; `digest` and `base_digest` are of its and the base's contents.
 
-    `unit` is the step of tier L0 as float32 (each tier's is a third of the one before),
-    `threshold_bits` the float32 pattern of the least |δ| in X20. Per chunk of CHUNK_ELEMS:
-    `nbytes` uint32 [tiers, chunks] in the order of TIERS, 0 for a chunk that has nothing in a tier;
+    `unit` is the step of tier L0 as float32, `factors` the checksum of the frames of R0 to R2 (""
+    for none), `threshold_bits` the float32 pattern of the least |δ| in X20. Per chunk: `nbytes`
+    uint32 [tiers, chunks] in the order of TIERS, 0 for a chunk that has nothing in a tier;
     `checksums` uint64 [tiers, chunks] of what is stored; `residual_sq` float32
     [levels, chunks], ‖δ − δ̂‖² rounded up, infinite where a level cannot be used.
     `start_byte` int64 [tiers]: where the tensor's first chunk lies in each tier's file.
@@ -84,6 +85,7 @@ class PackedTensor:
     digest: str
     base_digest: str
     unit: float
+    factors: str
     threshold_bits: int
     nbytes: U32Array
     checksums: npt.NDArray[np.uint64]
@@ -138,18 +140,28 @@ class PackedRange:
 class PackedInput:
     """The part of a pack that is read in place of an expert's stored elements.
 
-    `pack` indexes `MergePlan.packs`; `tensor` and `unit` are those of the `PackedTensor`.
+    `pack` indexes `MergePlan.packs`; `tensor`, `unit` and `factors` are those of the
+    `PackedTensor`. All approximate ranges are read with the same factors, those that any of them
+    needs, for `factor_nbytes`.
     """
 
     pack: int
     tensor: str
     unit: float
+    factors: str
+    factor_nbytes: int
     ranges: tuple[PackedRange, ...]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the pack's files that are read."""
-        return sum(r.nbytes for r in self.ranges)
+        return self.factor_nbytes + sum(r.nbytes for r in self.ranges)
+
+    @property
+    def factor_tiers(self) -> tuple[Tier, ...]:
+        """The tiers of factors that the ranges need, if the tensor has any."""
+        needed = {tier for r in self.ranges for tier in TIERS_OF[r.level]}
+        return tuple(tier for tier in FACTORED if tier in needed)
 
     @property
     def approximate(self) -> tuple[PackedRange, ...]:

@@ -121,7 +121,7 @@ class ExpertInput:
         if self.packed is None or not self.packed.approximate:
             return own
         near = [[r.start_elem, r.stop_elem, r.level] for r in self.packed.approximate]
-        return [*own, [CODEC_VERSION, self.packed.unit.hex(), near]]
+        return [*own, [CODEC_VERSION, self.packed.unit.hex(), self.packed.factors, near]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -281,8 +281,8 @@ class Window(Generic[D]):
             piece = row[a - start : b - start].view(np.uint8)
             read_stored(job.sources.expert, view, a, b, piece.data, verify, batch)
         for part in self._packed[k]:
-            for a, b, of in () if part.gives_bits else part.steps:
-                step[self._tiles(a, b)] = of
+            if not part.gives_bits:
+                step[self._tiles(part.start_elem, part.stop_elem)] = part.step
 
     def _decode(self, bits: U16Array, base: U16Array, present: Sequence[int]) -> None:
         """Put what was read of packs into the rows `bits` [p, n] of the experts `present`."""

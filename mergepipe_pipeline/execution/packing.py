@@ -19,6 +19,7 @@ from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.domain.model import Model, grid_for
 from mergepipe_pipeline.domain.pack import (
     CHUNK_ELEMS,
+    FACTORED,
     TIERS,
     TIERS_OF,
     X20_DENSITY,
@@ -93,6 +94,7 @@ def estimate_pack(
         rates += _encoded(expert, base, view, chunk, stats[view.name]) / samples
     nbytes = sum(v.stored_nbytes for v in views)
     sizes = dict(zip(TIERS, (rates * nbytes).astype(int).tolist(), strict=True))
+    sizes |= _factors_nbytes(views)
     n_elems = sum(v.numel for v in views)
     return PackEstimate(
         expert.name,
@@ -143,6 +145,14 @@ def _spread(views: Sequence[TensorView], samples: int) -> Iterator[tuple[TensorV
         view = views[number]
         start = int(ends[number]) - view.stored_nbytes
         yield view, int((at - start) // (CHUNK_ELEMS * itemsize(view.dtype)))
+
+
+def _factors_nbytes(views: Sequence[TensorView]) -> dict[Tier, int]:
+    """Bytes of each rung's frames, if all tensors have factors."""
+    from mergepipe_pipeline.packs.product import rung_nbytes
+
+    each = np.array([rung_nbytes(view.shape) for view in views])  # [views, rungs]
+    return dict(zip(FACTORED, each.sum(axis=0).tolist(), strict=True))
 
 
 def _encoded(

@@ -169,7 +169,7 @@ def _rows(served: _Served, grid: PackGrid) -> dict[Pair, PackedRow]:
         for row, nbytes, residual_sq in served.pack.sizes(grid.block_elems):
             pairs = served.of(row.content)
             if pairs:
-                place = 0, row.content.name, row.unit, row.threshold_bits
+                place = 0, row.content.name, row.unit, row.factors, row.threshold_bits
                 rows |= dict.fromkeys(pairs, packed_row(*place, nbytes, residual_sq))
     except CorruptionError as error:
         warn_damaged(served.pack.root, error)

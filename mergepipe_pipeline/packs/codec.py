@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mergepipe_pipeline.arrays import F32Array, F64Array, I16Array, I64Array, U8Array
-from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TIERS, TIERS_OF, Tier
+from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, FACTORED, STEPPED, TIERS, Tier
+from mergepipe_pipeline.operators.kernels.bits import subtract
 from mergepipe_pipeline.packs import ternary
 from mergepipe_pipeline.packs.exact import Bits, encode_exact, restore
 from mergepipe_pipeline.packs.frames import Frames, Places, as_array, refuse, to_frame
@@ -29,10 +30,13 @@ BITS_OF: Mapping[str, type[np.unsignedinteger]] = {
     "F32": np.uint32,
 }
 #: The tiers that approximate, in their order.
-APPROXIMATE: tuple[Tier, ...] = TIERS_OF["L3"]
+APPROXIMATE: tuple[Tier, ...] = (*FACTORED, *STEPPED)
+_STEPPED = slice(TIERS.index(STEPPED[0]), 1 + TIERS.index(STEPPED[-1]))
 _EXACT = [TIERS.index("X20"), TIERS.index("X")]
 #: A unit is so many times the root mean square of the nonzero deltas.
 _RMS_PER_UNIT = 9
+#: What factors give of an element is at most so many steps: with tiers L0 to L3 it fits in int16.
+STEPS_AT_MOST = 21_000
 _STEPS_PER_OCTAVE = 16
 #: Within these a unit, a 27th of it and its inverse lose no bits.
 _LEAST_UNIT, _LARGEST_UNIT = 2.0**-100, 2.0**100
@@ -83,36 +87,50 @@ def unit_of(l2sq: float, nonzero: int) -> float:
 
 
 def encode_chunk(
-    expert: Bits, base: Bits, dtype: str, unit: float, threshold_bits: int
+    expert: Bits,
+    base: Bits,
+    dtype: str,
+    unit: float,
+    threshold_bits: int,
+    rungs: Sequence[I16Array] = (),
 ) -> EncodedChunk:
-    """The frames of a chunk [n] of `dtype`, for a tensor of this unit and threshold of X20."""
-    delta = _delta(expert, base, dtype)
+    """The frames of a chunk [n] of `dtype`, for a tensor of this unit and threshold of X20.
+
+    `rungs` are what the tensor's factors up to R0, R1 and R2 give of it, in steps; () for none. The
+    frames of factors are the tensor's, not the chunk's.
+    """
+    delta = delta_of(expert, base, dtype)
     residual_sq = np.zeros(len(TIERS))
-    if np.array_equal(expert, base):
+    if not rungs and np.array_equal(expert, base):
         # Where ∞ − ∞ is not a number, only an exact level says what the expert has.
         residual_sq[: len(APPROXIMATE)] = 0 if np.isfinite(delta).all() else np.inf
         return EncodedChunk(dict.fromkeys(TIERS, b""), residual_sq.astype(np.float32))
-    coarse = _encode_ternary(delta, unit, residual_sq[: len(APPROXIMATE)])
+    near = rungs[-1] if rungs else np.zeros(len(delta), np.int16)
+    coarse = _encode_ternary(delta, near, unit, residual_sq[_STEPPED])
+    step = ternary.step_of(unit)
+    residual_sq[: len(FACTORED)] = [ternary.left(delta, r, step) for r in rungs] or math.inf
     # X20 never has zeros, and always what is no number.
     least = np.uint32(max(threshold_bits, 1))
     x20, x, left_out = encode_exact(expert, base, delta, least)
     residual_sq[TIERS.index("X20")] = left_out if left_out == left_out else math.inf
-    return EncodedChunk({**coarse, "X20": x20, "X": x}, _rounded_up(residual_sq))
+    none = dict.fromkeys(FACTORED, b"")
+    return EncodedChunk({**none, **coarse, "X20": x20, "X": x}, _rounded_up(residual_sq))
 
 
 def decode_numbers(
     frames: Frames, n_tiers: Sequence[int], out: I16Array, places: Places | None = None
 ) -> None:
-    """Put δ̂ into `out`, int16, in steps of the last tier of each chunk.
+    """Put δ̂ without what factors give into `out`, int16 in steps.
 
     Chunks lie at `places`, or fill `out` one after the other; each has the first `n_tiers` of the
-    tiers. One without bytes is of zeros. Raises CorruptionError.
+    stepped tiers. One without bytes is of zeros. Raises CorruptionError.
     """
     places = places or Places.one_after_another(len(out))
-    counts, most = np.array(n_tiers, np.int64), max(n_tiers)
+    counts, most = np.array(n_tiers, np.int64), max(1, *n_tiers)
     trits = -(-places.elems // ternary.PER_BYTE)
     sizes = np.stack([places.elems, *[trits] * (most - 1)])  # [tiers, chunks]
-    starts, nbytes = frames.starts[:most], frames.nbytes[:most]
+    rows = slice(_STEPPED.start, _STEPPED.start + most)
+    starts, nbytes = frames.starts[rows], frames.nbytes[rows]
     front = ternary.trit_nbytes(CHUNK_ELEMS)
     (unpacked,) = _scratch.of(front + _unpacked_nbytes(nbytes, sizes))
     unpacked[:front] = ternary.NO_TRITS
@@ -146,21 +164,25 @@ def _unpacked_nbytes(nbytes: I64Array, sizes: I64Array) -> int:
     return int(sizes[(nbytes > 0) & (nbytes < sizes)].sum())
 
 
-def _quantise(delta: F32Array, unit: float) -> tuple[npt.NDArray[np.int8], U8Array, F64Array]:
+def _quantise(
+    delta: F32Array, near: I16Array, unit: float
+) -> tuple[npt.NDArray[np.int8], U8Array, F64Array]:
     units = np.empty(len(delta), np.int8)
     trits = np.empty((ternary.N_TIERS - 1, ternary.trit_nbytes(len(delta))), np.uint8)
     residual_sq = np.zeros(ternary.N_TIERS)
     per_unit = np.float32(1 / unit)
-    ternary.quantise(delta, per_unit, ternary.steps(unit), units, trits, residual_sq)
+    ternary.quantise(delta, near, per_unit, ternary.step_of(unit), units, trits, residual_sq)
     return units, trits, residual_sq
 
 
-def _encode_ternary(delta: F32Array, unit: float, residual_sq: F64Array) -> dict[Tier, bytes]:
-    """The frames of the approximate tiers; fills in their levels' `residual_sq`."""
-    units, trits, residual_sq[:] = _quantise(delta, unit)
+def _encode_ternary(
+    delta: F32Array, near: I16Array, unit: float, residual_sq: F64Array
+) -> dict[Tier, bytes]:
+    """The frames of the stepped tiers; fills in their levels' `residual_sq`."""
+    units, trits, residual_sq[:] = _quantise(delta, near, unit)
     frames = [to_frame(units.view(np.uint8)) if units.any() else b""]
     frames += [to_frame(row) if (row != ternary.NO_TRITS).any() else b"" for row in trits]
-    return dict(zip(APPROXIMATE, frames, strict=True))
+    return dict(zip(STEPPED, frames, strict=True))
 
 
 def _rounded_up(values: F64Array) -> F32Array:
@@ -170,15 +192,15 @@ def _rounded_up(values: F64Array) -> F32Array:
     return np.where(rounded < at_least, np.nextafter(rounded, np.float32(np.inf)), rounded)
 
 
-def _delta(expert: Bits, base: Bits, dtype: str) -> F32Array:
-    """e − b [n] as float32."""
+def delta_of(expert: Bits, base: Bits, dtype: str) -> F32Array:
+    """δ [n] of elements as they are stored, float32."""
+    if dtype == "BF16":
+        delta = np.empty(len(expert), np.float32)
+        subtract(expert.view(np.uint16), base.view(np.uint16), delta)
+        return delta
     with np.errstate(invalid="ignore", over="ignore"):
         return _values(expert, dtype) - _values(base, dtype)
 
 
 def _values(bits: Bits, dtype: str) -> F32Array:
-    if dtype == "F32":
-        return bits.view(np.float32)
-    if dtype == "F16":
-        return bits.view(np.float16).astype(np.float32)
-    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return bits.view(np.float32) if dtype == "F32" else bits.view(np.float16).astype(np.float32)

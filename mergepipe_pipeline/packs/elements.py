@@ -11,7 +11,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 from math import prod
 from operator import attrgetter
 from pathlib import Path
@@ -24,6 +24,8 @@ from mergepipe_pipeline.checkpoints.reader import Tally
 from mergepipe_pipeline.domain.pack import (
     CHUNK_ELEMS,
     EXACT,
+    FACTORED,
+    STEPPED,
     TIERS,
     TIERS_OF,
     Level,
@@ -34,10 +36,12 @@ from mergepipe_pipeline.domain.pack import (
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.operators.kernels.bits import times
-from mergepipe_pipeline.packs.codec import APPROXIMATE, BITS_OF, decode_bits, decode_numbers
+from mergepipe_pipeline.packs.basis import product_in
+from mergepipe_pipeline.packs.codec import BITS_OF, decode_bits, decode_numbers
 from mergepipe_pipeline.packs.exact import Bits
 from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.frames import Frames, Places
+from mergepipe_pipeline.packs.product import Product
 from mergepipe_pipeline.packs.store import open_pack
 from mergepipe_pipeline.packs.ternary import step_of
 from mergepipe_pipeline.storage.page_buffer import PageBuffer
@@ -66,8 +70,9 @@ class _Piece(NamedTuple):
 class PackedPart:
     """Elements [start, stop) of a tensor, as they were read: of whole chunks, or of one chunk.
 
-    `levels` are those of the chunks that they lie in: one exact level, or any approximate ones.
-    `frames` are those of the chunks. `root` is the pack's folder. `base` has the stored bytes of
+    `levels` are those of the chunks that they lie in: one exact level, or any approximate ones, to
+    which `product` gives what the tensor's factors do. `frames` are those of the chunks. `root` is
+    the pack's folder. `base` has the stored bytes of
     the base's chunk, where elements of a part of one are exact: how a chunk is coded follows from
     all of them.
     """
@@ -79,6 +84,7 @@ class PackedPart:
     stop_elem: int
     frames: Frames
     base: memoryview | None = None
+    product: Product | None = None
 
     @property
     def gives_bits(self) -> bool:
@@ -101,14 +107,9 @@ class PackedPart:
         return Places.one_after_another(self._n)
 
     @property
-    def steps(self) -> Iterator[tuple[int, int, np.float32]]:
-        """Runs of elements [start, stop) with one step of `numbers`, in order."""
-        at = self.start_elem
-        for level, of in groupby(self.levels):
-            chunk = at // CHUNK_ELEMS + len(list(of))
-            stop = min(chunk * CHUNK_ELEMS, self.stop_elem)
-            yield at, stop, step_of(self.tensor.unit, APPROXIMATE.index(level))
-            at = stop
+    def step(self) -> np.float32:
+        """What `numbers` are multiplied by."""
+        return step_of(self.tensor.unit)
 
     def fill(self, out: memoryview, base: memoryview) -> None:
         """Fill `out` with the stored bytes of the elements, given the base's of the same.
@@ -129,21 +130,29 @@ class PackedPart:
         """Fill `out` [stop − start] with δ̂. Raises CorruptionError."""
         numbers = np.empty(len(out), np.int16)
         self.numbers(numbers)
-        for start, stop, step in self.steps:
-            inside = slice(start - self.start_elem, stop - self.start_elem)
-            times(numbers[inside], step, out[inside])
+        times(numbers, self.step, out)
 
     def numbers(self, out: I16Array) -> None:
-        """Fill `out` [stop − start] with δ̂ in `steps`. Raises CorruptionError."""
+        """Fill `out` [stop − start] with δ̂ in steps. Raises CorruptionError."""
         whole = out if self.is_whole else np.empty(self._n, np.int16)
 
         def decode(chunks: slice, elems: slice) -> None:
-            n_tiers = [len(TIERS_OF[level]) for level in self.levels[chunks]]
-            decode_numbers(self.frames[chunks], n_tiers, whole[elems])
+            decode_numbers(self.frames[chunks], self.n_stepped[chunks], whole[elems])
 
         self._named(decode)
         if whole is not out:
             out[:] = whole[self._inside]
+        self.add_product(out)
+
+    @property
+    def n_stepped(self) -> list[int]:
+        """How many of the stepped tiers each chunk is read with."""
+        return [sum(tier in STEPPED for tier in TIERS_OF[level]) for level in self.levels]
+
+    def add_product(self, numbers: I16Array) -> None:
+        """Add what the tensor's factors give to `numbers` [stop − start]."""
+        if self.product is not None:
+            self.product.add_to(numbers, self.start_elem, self.step)
 
     def _exact(self, base: Bits, out: Bits) -> None:
         def decode(chunks: slice, elems: slice) -> None:
@@ -224,21 +233,25 @@ class PackedElements:
         self._reader, self._ranges, self._read_base = reader, packed.ranges, read_base
         self._tensor = reader.tensors[packed.tensor]
         self._numel = prod(self._tensor.shape)
-        stored, planned = (self._tensor.digest, self._tensor.unit), (digest, packed.unit)
+        stored = self._tensor.digest, self._tensor.unit, self._tensor.factors
+        planned = digest, packed.unit, packed.factors
         if stored != planned:
             raise CorruptionError(
                 "A pack does not hold what was planned",
                 where=f"tensor {packed.tensor}",
-                expected="content {}, unit {}".format(*planned),
-                found="content {}, unit {}".format(*stored),
+                expected="content {}, unit {}, factors {}".format(*planned),
+                found="content {}, unit {}, factors {}".format(*stored),
                 next_step="run the same command again: it plans anew",
             )
         #: By tier and chunk, whether the plan takes the frame.
         self._wanted = np.zeros(self._tensor.nbytes.shape, np.bool_)
         for r in packed.ranges:
-            tiers = [TIERS.index(tier) for tier in TIERS_OF[r.level]]
+            tiers = [TIERS.index(tier) for tier in TIERS_OF[r.level] if tier not in FACTORED]
             self._wanted[tiers, slice(*_chunks(r.start_elem, r.stop_elem))] = True
         self._lock = threading.Lock()
+        #: Tiers of factors; what they give, once it is read.
+        self._rungs = packed.factor_tiers
+        self._product: Product | None = None
         #: Chunks of which only some elements were taken yet: frames, the base's bytes, and how many
         #: elements are missing.
         self._begun: dict[int, tuple[Frames, memoryview | None, int]] = {}
@@ -277,8 +290,22 @@ class PackedElements:
             else:
                 frames = whole[a - first : b - first]
             levels = [p.level for p in pieces for _ in range(*_chunks(p.start_elem, p.stop_elem))]
-            parts.append(PackedPart(self._reader.root, self._tensor, levels, *edges, frames, base))
+            product = None if levels[0] in EXACT else self._factors()
+            of = self._reader.root, self._tensor, levels
+            parts.append(PackedPart(*of, *edges, frames, base, product))
         return parts
+
+    def _factors(self) -> Product | None:
+        """The product of the tensor's factors, which are read once."""
+        with self._lock:
+            if self._rungs and self._tensor.factors:
+                began, tally = time.perf_counter(), self._reader.tally
+                self._product = product_in(self._reader.files, self._tensor, self._rungs)
+                tally.read_s += time.perf_counter() - began
+                rows = [TIERS.index(tier) for tier in self._rungs]
+                tally.nbytes += int(self._tensor.nbytes[rows, 0].sum())
+            self._rungs = ()
+            return self._product
 
     def _pieces(self, start_elem: int, stop_elem: int) -> Iterator[_Piece]:
         """Elements in [start, stop) from the pack: whole chunks of a level, and parts of one."""

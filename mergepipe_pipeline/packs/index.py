@@ -81,6 +81,7 @@ INDEX = pa.schema(
     [
         ("content", _CONTENT),
         ("unit", pa.float32()),
+        ("factors", pa.string()),
         ("threshold_bits", pa.uint32()),
         ("start_byte", pa.list_(pa.int64())),
         ("nbytes", pa.list_(pa.int64())),
@@ -112,6 +113,7 @@ class TensorRow:
 
     content: TensorContent
     unit: float
+    factors: Annotated[str, Field(pattern="^([0-9a-f]{16})?$")]
     threshold_bits: Annotated[int, Field(ge=0, lt=1 << 32)]
     start_byte: _PerTier
     nbytes: _PerTier
@@ -149,6 +151,7 @@ def write_index(staged: Path, final: Path, of: Sequence[PackedTensor]) -> None:
         {
             "content": t.content._asdict(),
             "unit": t.unit,
+            "factors": t.factors,
             "threshold_bits": t.threshold_bits,
             "start_byte": t.start_byte,
             "nbytes": t.nbytes.sum(axis=1, dtype=np.int64),

@@ -93,7 +93,7 @@ class PortablePack:
                 at += count * np.dtype(kind).itemsize
             no_residuals = np.full((len(TIERS), n), np.inf, np.float32)
             packed[content.name] = PackedTensor(
-                *content, 1.0, 0, nbytes, checksums, no_residuals, start_byte.copy()
+                *content, 1.0, "", 0, nbytes, checksums, no_residuals, start_byte.copy()
             )
             start_byte += nbytes.sum(axis=1, dtype=np.int64)
         for file, row in zip(sorted(self.frames, key=_place), rows, strict=True):

@@ -168,6 +168,7 @@ class _Tensors(Mapping[str, PackedTensor]):
         return PackedTensor(
             *row.content,
             row.unit,
+            row.factors,
             row.threshold_bits,
             nbytes,
             per_tier(checksums, "<u8", row, self._pack.chunks),

@@ -1,8 +1,9 @@
 """The tiers L0 to L3, compiled: δ in ever finer steps, each a third of the one before.
 
 A tier's number says how δ̂ is corrected: L0 is a whole number of units (mostly none: it is for
-outliers), each later one a trit. Numbers of tiers add up as integers, and are multiplied once by
-the step of the last: so δ̂ has one rounding, and no order of additions.
+outliers), each later one a trit. Numbers of tiers add up as integers, as does what factors give,
+all in steps of an 81st of a unit, and are multiplied once by it: so δ̂ has one rounding, and no
+order of additions.
 
 Five trits are a byte. Byte j of a group of 64 holds elements j, j + 64, j + 128 … of the group's
 320, so that loops go over neighbours, and elements of one row of a matrix stay together.
@@ -17,12 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from mergepipe_pipeline.arrays import F32Array, F64Array, I16Array, I64Array, U8Array, U32Array
-from mergepipe_pipeline.domain.pack import NOT_READ, TIERS
+from mergepipe_pipeline.domain.pack import STEPPED, TIERS
 from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.packs.unpacked import ABSENT, content_at
 
 #: Tiers there are: L0 and those of trits.
-N_TIERS = 4
+N_TIERS = len(STEPPED)
+#: Steps of δ̂ in a unit.
+STEPS = 81
 PER_BYTE = 5
 _GROUP_NBYTES = 64
 _GROUP_ELEMS = PER_BYTE * _GROUP_NBYTES
@@ -30,7 +33,7 @@ _MOST = np.float32(127)
 _HALF, _THREE, _ZERO = np.float32(0.5), np.float32(3), np.float32(0)
 #: Added and taken away again, it rounds a small float32 to the nearest integer, ties to even.
 _ROUND = np.float32(12582912)
-_X20 = TIERS.index("X20")
+_L0, _X20 = TIERS.index("L0"), TIERS.index("X20")
 _SIZE = np.uint32(0x7FFFFFFF)
 #: Five trits of zero.
 NO_TRITS = np.uint8(128)
@@ -41,29 +44,26 @@ def trit_nbytes(n: int) -> int:
     return -(-n // PER_BYTE)
 
 
-def step_of(unit: float, tier: int) -> np.float32:
-    """The step of a tier, counted from L0."""
-    return np.float32(unit / 3.0**tier)
-
-
-def steps(unit: float) -> F32Array:
-    """The steps of all tiers, float32 [N_TIERS]."""
-    return np.array([step_of(unit, tier) for tier in range(N_TIERS)])
+def step_of(unit: float) -> np.float32:
+    """What δ̂ of a tensor with this unit is a whole number of."""
+    return np.float32(unit / STEPS)
 
 
 @cached_njit(nogil=True)
 def quantise(
     delta: F32Array,
+    near: I16Array,
     per_unit: np.float32,
-    steps: F32Array,
+    step: np.float32,
     units: npt.NDArray[np.int8],
     trits: U8Array,
     residual_sq: F64Array,
 ) -> None:
-    """Encode `delta` [n]: fill `units` [n] and `trits` [N_TIERS − 1, trit_nbytes(n)].
+    """Encode what `near` [n] steps leave of `delta` [n].
 
-    `per_unit` is 1 over the unit, `steps` the steps of all tiers. Adds ‖δ − δ̂‖² of each level to
-    `residual_sq` [N_TIERS]. What is not finite becomes zero and makes residuals infinite.
+    Fills `units` [n] and `trits` [N_TIERS − 1, trit_nbytes(n)]. `per_unit` is 1 over the unit.
+    Adds ‖δ − δ̂‖² of each level to `residual_sq` [N_TIERS]. What is not finite becomes zero and
+    makes residuals infinite.
     """
     scratch = (
         np.empty(_GROUP_ELEMS, np.float32),
@@ -75,15 +75,16 @@ def quantise(
     n_tail, n_lost = len(delta) % _GROUP_ELEMS, 0
     for at in range(0, len(delta) - n_tail, _GROUP_ELEMS):
         # Loops whose lengths are known have no ends to look after: they take half as long.
-        part, whole = delta[at : at + _GROUP_ELEMS], units[at : at + _GROUP_ELEMS]
-        codes = trits[:, at // PER_BYTE :]
+        some = slice(at, at + _GROUP_ELEMS)
+        part, whole, codes = (delta[some], near[some]), units[some], trits[:, at // PER_BYTE :]
         n_lost += _quantise_group(
-            part, _GROUP_ELEMS, _GROUP_NBYTES, per_unit, steps, whole, codes, lanes, scratch
+            part, _GROUP_ELEMS, _GROUP_NBYTES, per_unit, step, whole, codes, lanes, scratch
         )
     at = len(delta) - n_tail
     codes, width = trits[:, at // PER_BYTE :], -(-n_tail // PER_BYTE)
+    part = delta[at:], near[at:]
     n_lost += _quantise_group(
-        delta[at:], n_tail, width, per_unit, steps, units[at:], codes, lanes, scratch
+        part, n_tail, width, per_unit, step, units[at:], codes, lanes, scratch
     )
     for tier in range(N_TIERS):
         for lane in range(_GROUP_ELEMS):
@@ -92,35 +93,58 @@ def quantise(
             residual_sq[tier] = np.inf
 
 
+@cached_njit(nogil=True)
+def left(delta: F32Array, near: I16Array, step: np.float32) -> float:
+    """‖δ − δ̂‖² of `delta` [n], where δ̂ is `near` [n] steps; infinite where δ is not finite."""
+    # A lane for each element of a group: the sum has one order whatever the CPU.
+    lanes = np.zeros(_GROUP_NBYTES)
+    n_tail = len(delta) % _GROUP_NBYTES
+    for at in range(0, len(delta) - n_tail, _GROUP_NBYTES):
+        for lane in range(_GROUP_NBYTES):
+            place = np.uint64(at) + np.uint64(lane)
+            difference = np.float64(delta[place]) - np.float64(np.float32(near[place]) * step)
+            lanes[lane] += difference * difference
+    total = 0.0
+    for e in range(len(delta) - n_tail, len(delta)):
+        difference = np.float64(delta[e]) - np.float64(np.float32(near[e]) * step)
+        total += difference * difference
+    for lane in range(_GROUP_NBYTES):
+        total += lanes[lane]
+    return total if total == total else np.inf
+
+
 @numba.njit(inline="always")
 def _quantise_group(
-    delta: Any,
+    part: Any,
     m: Any,
     width: Any,
     per_unit: Any,
-    steps: Any,
+    step: Any,
     units: Any,
     trits: Any,
     lanes: Any,
     scratch: Any,
 ) -> Any:
     """Encode m elements, whose bytes are `width`; how many of them are not finite."""
+    delta, near = part
     rest, number, digits = scratch
     n_lost = 0
     for e in range(m):
         n_lost += delta[e] - delta[e] != _ZERO  # infinite, or no number
-        whole, rest[e] = _in_units(delta[e], per_unit)
+        whole, rest[e] = _in_units(delta[e] - np.float32(near[e]) * step, per_unit)
         number[e] = np.int32(whole)
         units[e] = np.int8(number[e])
-    _add_residual(delta, m, number, steps[0], lanes[0])
+    in_steps = np.int32(STEPS)
+    _add_residual(part, m, number, in_steps, step, lanes[0])
     for tier in range(1, N_TIERS):
+        in_steps //= np.int32(3)
         for e in range(m):
             trit = _trit(rest[e])
             rest[e] = (rest[e] - np.float32(trit)) * _THREE
             number[e] = number[e] * np.int32(3) + trit
             digits[e] = np.uint16(trit + 1)
         digits[m:] = 1
-        _add_residual(delta, m, number, steps[tier], lanes[tier])
+        _add_residual(part, m, number, in_steps, step, lanes[tier])
         _join(digits, width, trits[tier - 1])
     return n_lost
 
@@ -137,10 +161,12 @@ def _join(digits: Any, width: Any, out: Any) -> None:
 
 
 @numba.njit(inline="always")
-def _add_residual(delta: Any, m: Any, number: Any, step: Any, lanes: Any) -> None:
+def _add_residual(part: Any, m: Any, number: Any, in_steps: Any, step: Any, lanes: Any) -> None:
+    delta, near = part
     for e in range(m):
         if delta[e] - delta[e] == _ZERO:
-            difference = np.float64(delta[e]) - np.float64(np.float32(number[e]) * step)
+            near_delta = np.float32(number[e] * in_steps + np.int32(near[e])) * step
+            difference = np.float64(delta[e]) - np.float64(near_delta)
             lanes[e] += difference * difference
 
 
@@ -148,7 +174,7 @@ def _add_residual(delta: Any, m: Any, number: Any, step: Any, lanes: Any) -> Non
 def _nearest(
     delta: F32Array, per_unit: np.float32, step: np.float32, tier: int, scratch: Any, out: F32Array
 ) -> None:
-    """Fill `out` [n] with δ̂ of `delta` [n] as the tiers up to one, of this `step`, add up to it.
+    """Fill `out` [n] with δ̂ of `delta` [n] as the tiers up to one, counted from L0, add up to it.
 
     `scratch` is float32 [n] and int32 [n].
     """
@@ -161,8 +187,9 @@ def _nearest(
             trit = _trit(rest[e])
             rest[e] = (rest[e] - np.float32(trit)) * _THREE
             number[e] = number[e] * np.int32(3) + trit
+    in_steps = np.int32(STEPS // 3**tier)
     for e in range(len(delta)):
-        out[e] = np.float32(number[e]) * step
+        out[e] = np.float32(number[e] * in_steps) * step
 
 
 def quantised(
@@ -171,14 +198,14 @@ def quantised(
     thresholds_bits: U32Array,
     tiers: npt.NDArray[np.int8],
 ) -> F32Array:
-    """δ̂ of `delta` [experts, rows, n] as decoders give it: plans try it on samples.
+    """δ̂ of `delta` [experts, rows, n] as decoders give it without factors: plans try it on samples.
 
     `units` and `thresholds_bits` [experts] are those of packed tensors. Each row is read at the
     level of one of TIERS, `tiers` [experts, rows], or NOT_READ. Lossy levels make zeros of what is
     not finite.
     """
     out = np.empty_like(delta)
-    per_unit, step = (1 / units).astype(np.float32), np.array([steps(u) for u in units.tolist()])
+    per_unit, step = (1 / units).astype(np.float32), np.array([step_of(u) for u in units.tolist()])
     _quantise_rows(delta, per_unit, step, np.maximum(thresholds_bits, 1), tiers, out)
     return out
 
@@ -192,17 +219,17 @@ def _quantise_rows(
     tiers: npt.NDArray[np.int8],
     out: F32Array,
 ) -> None:
-    """Do as `quantised`, into `out`; `per_unit` [experts], `step` [experts, lossy tiers]."""
+    """Do as `quantised`, into `out`; `per_unit` and `step` [experts]."""
     n = delta.shape[2]
     # [n] each: a row in units, and as integers.
     scratch = np.empty(n, np.float32), np.empty(n, np.int32)
     for e in range(delta.shape[0]):
         for r in range(delta.shape[1]):
             tier, row = tiers[e, r], out[e, r]
-            if tier == NOT_READ:
+            if tier < _L0:
                 row[:] = 0
-            elif tier < N_TIERS:
-                _nearest(delta[e, r], per_unit[e], step[e, tier], tier, scratch, row)
+            elif tier < _X20:
+                _nearest(delta[e, r], per_unit[e], step[e], tier - _L0, scratch, row)
             else:
                 row[:] = delta[e, r]
                 if tier == _X20:
@@ -235,14 +262,17 @@ def add_up(
     elems: I64Array,
     out: I16Array,
 ) -> None:
-    """Put the sum of the tiers into `out`: δ̂ in steps of each chunk's last.
+    """Put the sum of the tiers into `out`: δ̂ in steps.
 
     `starts` [chunks] is where a chunk's `elems` [chunks] begin; it has the first `counts` [chunks]
-    tiers. `places` [tiers, chunks] are those of contents: bits of int8 [n] of L0, whose absent
-    ones are zeros, then trits, whose absent ones lie in front of `unpacked`.
+    tiers, or none. `places` [tiers, chunks] are those of contents: bits of int8 [n] of L0, whose
+    absent ones are zeros, then trits, whose absent ones lie in front of `unpacked`.
     """
     for chunk in range(len(counts)):
         first, n, n_tiers = starts[chunk], elems[chunk], counts[chunk]
+        if n_tiers == 0:
+            out[first : first + n] = 0
+            continue
         x, at_x = content_at(raw, unpacked, places[min(1, n_tiers - 1), chunk])
         y, at_y = content_at(raw, unpacked, places[min(2, n_tiers - 1), chunk])
         z, at_z = content_at(raw, unpacked, places[n_tiers - 1, chunk])
@@ -260,10 +290,9 @@ def add_up(
             out[first + start : first + n] = last[:rest]
         if places[0, chunk] != ABSENT:
             units, at = content_at(raw, unpacked, places[0, chunk])
-            per_unit = np.int16(3 ** (n_tiers - 1))
             for i in range(n):
                 unit = np.int16(np.int8(units[at + np.uint64(i)]))
-                out[np.uint64(first) + np.uint64(i)] += np.int16(unit * per_unit)
+                out[np.uint64(first) + np.uint64(i)] += np.int16(unit * np.int16(STEPS))
 
 
 # Arrays and places in them, not slices: for each slice an atomic counter goes up and down, which
@@ -281,18 +310,20 @@ def _add_trits(trits: Any, n_tiers: Any, first: Any, width: Any, out: Any) -> No
         elif n_tiers == 2:
             for j in range(width):
                 k = np.uint64(j)
-                out[e + k] = _digit(x[at_x + k], power) - np.int16(1)
+                out[e + k] = np.int16(_digit(x[at_x + k], power) * np.int16(27)) - np.int16(27)
         elif n_tiers == 3:
             for j in range(width):
                 k = np.uint64(j)
-                number = _digit(x[at_x + k], power) * np.int16(3)
-                out[e + k] = number + _digit(y[at_y + k], power) - np.int16(4)
+                number = _digit(x[at_x + k], power) * np.int16(27)
+                number += _digit(y[at_y + k], power) * np.int16(9)
+                out[e + k] = number - np.int16(36)
         else:
             for j in range(width):
                 k = np.uint64(j)
-                number = _digit(x[at_x + k], power) * np.int16(9)
-                number += _digit(y[at_y + k], power) * np.int16(3)
-                out[e + k] = number + _digit(z[at_z + k], power) - np.int16(13)
+                number = _digit(x[at_x + k], power) * np.int16(27)
+                number += _digit(y[at_y + k], power) * np.int16(9)
+                number += _digit(z[at_z + k], power) * np.int16(3)
+                out[e + k] = number - np.int16(39)
         power = np.uint16(power * np.uint16(3))
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mergepipe_pipeline.arrays import I64Array
-from mergepipe_pipeline.domain.pack import TIERS, TIERS_OF
+from mergepipe_pipeline.domain.pack import TIERS
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.codec import decode_bits, decode_numbers
 from mergepipe_pipeline.packs.elements import PackedElements, PackedPart, WantedFrames
@@ -163,15 +163,17 @@ def _alone(p: Placed, base: Bits, out: Bits) -> None:
 def _decode(placed: Sequence[Placed], base: Bits, out: Bits, *, gives_bits: bool) -> None:
     """Decode parts of whole chunks whose frames lie in one buffer, some chunks at once."""
     frames, places, at_base = _concatenated(placed)
-    levels = [level for p in placed for level in p.part.levels]  # of all chunks
-    for first in range(0, len(levels), _CHUNKS_AT_ONCE):
+    n_stepped = [n for p in placed for n in p.part.n_stepped]  # of all chunks
+    for first in range(0, len(n_stepped), _CHUNKS_AT_ONCE):
         some = slice(first, first + _CHUNKS_AT_ONCE)
         where = Places(places.starts[some], places.elems[some])
         if gives_bits:
             decode_bits(frames[some], base, out, where, at_base[some])
         else:
-            n_tiers = [len(TIERS_OF[level]) for level in levels[some]]
-            decode_numbers(frames[some], n_tiers, out.view(np.int16), where)
+            decode_numbers(frames[some], n_stepped[some], out.view(np.int16), where)
+    for p in () if gives_bits else placed:
+        n = p.part.stop_elem - p.part.start_elem
+        p.part.add_product(out[p.start : p.start + n].view(np.int16))
 
 
 def _concatenated(placed: Sequence[Placed]) -> tuple[Frames, Places, I64Array]:

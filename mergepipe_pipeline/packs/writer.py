@@ -7,14 +7,16 @@ in the order of tensors and chunks, whatever thread made them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, NamedTuple
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
+from mergepipe_pipeline.arrays import F32Array
 from mergepipe_pipeline.checkpoints.stored import Readers, Verifier, Verify, read_stored
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
@@ -23,12 +25,20 @@ from mergepipe_pipeline.domain.segments import KnownSegments
 from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.packs.basis import Basis, basis_from, basis_of
 from mergepipe_pipeline.packs.checksums import checksum
-from mergepipe_pipeline.packs.codec import BITS_OF, EncodedChunk, decode_bits, encode_chunk
+from mergepipe_pipeline.packs.codec import (
+    BITS_OF,
+    EncodedChunk,
+    decode_bits,
+    delta_of,
+    encode_chunk,
+)
 from mergepipe_pipeline.packs.exact import Bits
 from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.frames import Frames, as_array
 from mergepipe_pipeline.packs.index import frames_path, write_index
+from mergepipe_pipeline.packs.product import factors_of
 from mergepipe_pipeline.storage.atomic import full_disk_named
 
 #: Chunks that one thread reads, encodes and hands over at once: 2 MiB of bfloat16 of each model.
@@ -36,12 +46,13 @@ _CHUNKS_AT_ONCE = 16
 
 
 class Packing(NamedTuple):
-    """A tensor to be packed: its contents, both views, and the unit and threshold of its tiers."""
+    """A tensor to be packed: its contents and views, Σδ², how many δ ≠ 0, the least |δ| of X20."""
 
     content: TensorContent
     expert: TensorView
     base: TensorView
-    unit: float
+    l2sq: float
+    nonzero: int
     threshold_bits: int
 
 
@@ -63,6 +74,7 @@ _Chunks = Callable[[int, int], list[EncodedChunk]]
 
 class _Job(NamedTuple):
     packing: Packing
+    basis: Basis
     chunks: _Chunks
     first: int
     stop: int
@@ -83,12 +95,17 @@ def write_pack(
     written: list[PackedTensor] = []
     with full_disk_named(staged), ExitStack() as stack:  # to close a file may fill the disk, too
         files = [stack.enter_context(frames_path(staged, t).open("wb")) for t in TIERS]
-        workers = stack.enter_context(Workers(threads.analysis()))
-        jobs = (job for packing in tensors for job in _jobs(packing, origin))
+        # Products of matrices are made by one thread each: the bits of a sum depend on the parts.
+        stack.enter_context(threadpool_limits(1, "blas"))
+        workers, finders = (stack.enter_context(Workers(threads.analysis())) for _ in range(2))
+        found = finders.map(partial(_with_basis, origin=origin), tensors, depth=threads.analysis())
+        jobs = (
+            job for packing, basis, older in found for job in _jobs(packing, basis, older, origin)
+        )
         done = workers.map(_run, jobs, depth=threads.analysis() + 2)
         for job, encoded in done:
             if job.first == 0:
-                written.append(_unwritten(job.packing, files))
+                written.append(_unwritten(job, files))
             _append(written[-1], job.first, encoded, files)
             advance(_elems(job) * itemsize(job.packing.content.dtype))
     write_index(staged, final, written)
@@ -98,20 +115,40 @@ def _run(job: _Job) -> tuple[_Job, list[EncodedChunk]]:
     return job, job.chunks(job.first, job.stop)
 
 
-def _jobs(packing: Packing, origin: Origin) -> Iterator[_Job]:
+def _with_basis(
+    packing: Packing, origin: Origin
+) -> tuple[Packing, Basis, tuple[FrameFiles, PackedTensor] | None]:
+    """A tensor with what its chunks are encoded on, and an older one to take chunks over from."""
+    if (older := origin.older.get(packing.content)) is not None:
+        with suppress(CorruptionError):
+            return packing, basis_from(*older), older
+
+    def delta(start: int, stop: int) -> F32Array:
+        views = packing.expert, packing.base
+        expert, base = (_bits(origin.readers, view, start, stop) for view in views)
+        return delta_of(expert, base, packing.content.dtype)
+
+    basis = basis_of(packing.content.shape, packing.l2sq, packing.nonzero, delta)
+    return packing, basis, None
+
+
+def _jobs(
+    packing: Packing, basis: Basis, older: tuple[FrameFiles, PackedTensor] | None, origin: Origin
+) -> Iterator[_Job]:
     check, check_base = (
         Verifier(view, origin.known.of_view(view)).check for view in (packing.expert, packing.base)
     )
-    chunks: _Chunks = partial(_encoded, packing, origin.readers, check, check_base)
-    if (older := origin.older.get(packing.content)) is not None:
+    chunks: _Chunks = partial(_encoded, packing, basis, origin.readers, check, check_base)
+    if older is not None:
         chunks = partial(_taken_over, *older, chunks)
     n_chunks = -(-packing.expert.numel // CHUNK_ELEMS)
     for first in range(0, n_chunks, _CHUNKS_AT_ONCE):
-        yield _Job(packing, chunks, first, min(n_chunks, first + _CHUNKS_AT_ONCE))
+        yield _Job(packing, basis, chunks, first, min(n_chunks, first + _CHUNKS_AT_ONCE))
 
 
 def _encoded(
     packing: Packing,
+    basis: Basis,
     readers: Readers,
     check: Verify,
     check_base: Verify,
@@ -125,16 +162,23 @@ def _encoded(
         _bits(readers, view, start_elem, stop_elem, verify)
         for view, verify in ((packing.expert, check), (packing.base, check_base))
     )
+    dtype, threshold_bits = packing.content.dtype, packing.threshold_bits
+    rungs = basis.numbers(start_elem, stop_elem - start_elem)
     chunks = []
     for at in range(0, stop_elem - start_elem, CHUNK_ELEMS):
-        bits = expert[at : at + CHUNK_ELEMS], base[at : at + CHUNK_ELEMS]
-        chunk = encode_chunk(*bits, packing.content.dtype, packing.unit, packing.threshold_bits)
-        _refuse_other(packing, (start_elem + at) // CHUNK_ELEMS, chunk, *bits)
+        some = slice(at, at + CHUNK_ELEMS)
+        near = [numbers[some] for numbers in rungs]
+        chunk = encode_chunk(expert[some], base[some], dtype, basis.unit, threshold_bits, near)
+        _refuse_other(packing, (start_elem + at) // CHUNK_ELEMS, chunk, expert[some], base[some])
         chunks.append(chunk)
+    if first == 0:
+        chunks[0] = replace(chunks[0], frames={**chunks[0].frames, **basis.frames})
     return chunks
 
 
-def _bits(readers: Readers, view: TensorView, start: int, stop: int, verify: Verify) -> Bits:
+def _bits(
+    readers: Readers, view: TensorView, start: int, stop: int, verify: Verify | None = None
+) -> Bits:
     """[stop − start] stored elements of a view as unsigned numbers."""
     raw = bytearray((stop - start) * itemsize(view.dtype))
     read_stored(readers, view, start, stop, memoryview(raw), verify)
@@ -174,13 +218,14 @@ def _taken_over(
     ]
 
 
-def _unwritten(packing: Packing, files: Sequence[IO[bytes]]) -> PackedTensor:
+def _unwritten(job: _Job, files: Sequence[IO[bytes]]) -> PackedTensor:
     """A tensor of which no chunk is written yet."""
-    shape = len(TIERS), -(-packing.expert.numel // CHUNK_ELEMS)
+    shape = len(TIERS), -(-job.packing.expert.numel // CHUNK_ELEMS)
     return PackedTensor(
-        *packing.content,
-        packing.unit,
-        packing.threshold_bits,
+        *job.packing.content,
+        job.basis.unit,
+        factors_of(job.basis.frames),
+        job.packing.threshold_bits,
         np.zeros(shape, np.uint32),
         np.zeros(shape, np.uint64),
         np.zeros(shape, np.float32),

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from mergepipe_pipeline.arrays import BoolArray, F32Array, F64Array, I32Array, I64Array, U32Array
 from mergepipe_pipeline.jit import cached_njit
-from mergepipe_pipeline.planner.packed_rows import ORIGINAL
+from mergepipe_pipeline.planner.packed_rows import LAST_NEAR, N_RUNGS, ORIGINAL
 
 #: Savings per byte that differ by less are equal.
 _ROUNDING = 1e-9
@@ -24,7 +24,8 @@ class RowBlocks(NamedTuple):
 
     `worth` [blocks], finite, is what nothing read leaves; a level leaves the share residual_sq /
     `delta_sq` of it. `nbytes` and `residual_sq` [levels, blocks] are a pack's, of which [levels]
-    are `usable` and `exact`; without a pack there are no levels. The stored elements cost
+    are `usable` and `exact`; without a pack there are no levels. `rung_nbytes` [rungs] are read for
+    the first levels, once for the row, and then cost no block anything. The stored elements cost
     `stored_nbytes` [blocks]. Only blocks that are `free` [blocks] can be bought.
     """
 
@@ -32,6 +33,7 @@ class RowBlocks(NamedTuple):
     delta_sq: F64Array
     stored_nbytes: I64Array
     free: BoolArray
+    rung_nbytes: I64Array
     nbytes: U32Array
     residual_sq: F32Array
     usable: BoolArray
@@ -41,7 +43,8 @@ class RowBlocks(NamedTuple):
 class Upgrades(NamedTuple):
     """Upgrades, [upgrades] each: a candidate to a level for so many more bytes, and what it saves.
 
-    Those of a candidate stand together and in order.
+    Those of a candidate stand together and in order, those of a row behind its rungs', which its
+    first free candidate stands for.
     """
 
     candidate: I32Array
@@ -71,13 +74,16 @@ def row_upgrades(row: RowBlocks, first: int, out: Upgrades, at: int) -> int:
     """
     count = len(row.nbytes)
     size, left = np.empty(count + 1, np.int64), np.empty(count + 1)  # [levels and stored]
+    at, rung = _rung_upgrades(row, first, out, at)
+    lacks_rungs = rung < 0 and count > 0 and row.rung_nbytes[-1] > 0
     for b in range(len(row.worth)):
         if not row.free[b]:
             continue
         for k in range(count):
-            size[k], left[k] = row.nbytes[k, b], _left(row, k, b)
+            is_open = k >= (LAST_NEAR if lacks_rungs else N_RUNGS)
+            size[k], left[k] = row.nbytes[k, b], _left(row, k, b) if is_open else np.inf
         size[count], left[count] = row.stored_nbytes[b], 0.0
-        have, spent = row.worth[b], 0
+        have, spent = row.worth[b] if rung < 0 else _left(row, rung, b), 0
         while have > 0:
             best, most = -1, 0.0
             for k in range(count + 1):
@@ -93,6 +99,38 @@ def row_upgrades(row: RowBlocks, first: int, out: Upgrades, at: int) -> int:
             have, spent = left[best], size[best]
             at += 1
     return at
+
+
+@cached_njit(nogil=True)
+def _rung_upgrades(row: RowBlocks, first: int, out: Upgrades, at: int) -> tuple[int, int]:
+    """Do as `row_upgrades` for rungs, which are of all free blocks; and the last of them, or −1.
+
+    All further levels need every rung.
+    """
+    rung = -1
+    if len(row.nbytes) == 0 or row.rung_nbytes[-1] == 0 or not row.free.any():
+        return at, rung
+    left = np.zeros(N_RUNGS)  # [rungs]
+    have, spent = 0.0, 0
+    for b in range(len(row.worth)):
+        if row.free[b]:
+            have += row.worth[b]
+            for k in range(N_RUNGS):
+                left[k] += _left(row, k, b)
+    if not np.isfinite(left).all():
+        return at, rung
+    carrier = first + row.free.argmax()
+    while rung < N_RUNGS - 1:
+        best, most = N_RUNGS - 1, 0.0
+        for k in range(rung + 1, N_RUNGS):
+            slope = (have - left[k]) / max(row.rung_nbytes[k] - spent, 1e-3)
+            if slope > most * (1 + _ROUNDING):
+                best, most = k, slope
+        out.candidate[at], out.level[at] = carrier, 1 + best
+        out.nbytes[at], out.saved[at] = row.rung_nbytes[best] - spent, max(have - left[best], 0.0)
+        have, spent, rung = left[best], row.rung_nbytes[best], best
+        at += 1
+    return at, rung
 
 
 @cached_njit(nogil=True)
@@ -113,39 +151,54 @@ def at_levels(
 
 
 @cached_njit(nogil=True)
-def falling(worth: F64Array, candidate: I32Array) -> F64Array:
-    """`worth` made to fall from one upgrade of a candidate to the next: the least so far."""
-    out = worth.copy()
-    for p in range(1, len(out)):
-        if candidate[p] == candidate[p - 1]:
+def falling(
+    worth: F64Array, candidate: I32Array, level: npt.NDArray[np.int8], row: I64Array
+) -> F64Array:
+    """`worth` made to fall from one upgrade of a candidate to the next, and from a row's rungs on.
+
+    `row` [upgrades] is the candidate's. Rungs stand in front of their row's other upgrades.
+    """
+    out, most = worth.copy(), np.inf
+    for p in range(len(out)):
+        if p == 0 or row[p] != row[p - 1]:
+            most = np.inf
+        if p > 0 and candidate[p] == candidate[p - 1]:
             out[p] = min(out[p], out[p - 1])
+        out[p] = min(out[p], most)
+        if level[p] <= N_RUNGS:
+            most = out[p]
     return out
 
 
 @cached_njit(nogil=True)
 def affordable(
     candidate: I32Array,
+    level: npt.NDArray[np.int8],
     nbytes: I64Array,
+    row: I64Array,
     expert: I64Array,
-    n_candidates: int,
+    counts: tuple[int, int],
     budget_bytes: int,
     caps: I64Array,
 ) -> BoolArray:
     """Which upgrades [upgrades] fit, going down a list that is sorted by worth.
 
     One that fits neither the budget nor its expert's cap (`caps` [experts]) is passed over, and
-    with it all further ones of its candidate.
+    with it all further ones of its candidate; with a rung, all of its row. `row` and `expert`
+    [upgrades] are the candidate's, `counts` how many candidates and rows there are.
     """
     fits = np.zeros(len(nbytes), np.bool_)
-    closed = np.zeros(n_candidates, np.bool_)
+    closed, closed_row = np.zeros(counts[0], np.bool_), np.zeros(counts[1], np.bool_)
     remaining, room = budget_bytes, caps.copy()
     for p in range(len(nbytes)):
-        if closed[candidate[p]]:
+        if closed[candidate[p]] or closed_row[row[p]]:
             continue
         fits[p] = nbytes[p] <= min(remaining, room[expert[p]])
         if fits[p]:
             remaining -= nbytes[p]
             room[expert[p]] -= nbytes[p]
+        elif level[p] <= N_RUNGS:
+            closed_row[row[p]] = True
         else:
             closed[candidate[p]] = True
     return fits

@@ -17,7 +17,15 @@ import numpy.typing as npt
 from mergepipe_pipeline.arrays import F64Array, I64Array
 from mergepipe_pipeline.domain.pack import TIERS, PackedInput, PackedRange
 from mergepipe_pipeline.planner.candidates import Candidates, Choice, Row
-from mergepipe_pipeline.planner.packed_rows import NO_LEVELS, NOTHING, ORIGINAL, RowLevels
+from mergepipe_pipeline.planner.packed_rows import (
+    LAST_NEAR,
+    N_RUNGS,
+    NO_LEVELS,
+    NOTHING,
+    ORIGINAL,
+    PackedRow,
+    RowLevels,
+)
 
 Levels = npt.NDArray[np.int8]
 
@@ -29,12 +37,14 @@ class LevelTable:
     candidates: Candidates
 
     def nbytes(self, levels: Levels) -> I64Array:
-        """Bytes that are read of each candidate."""
+        """Bytes that are read of each candidate; of factors, with the first that needs them."""
         from mergepipe_pipeline.planner.hulls import at_levels
 
         out = np.where(levels == ORIGINAL, self.candidates.nbytes, 0)
         for cut, of in self._packed(levels):
             at_levels(levels[cut], of.packed.nbytes, NO_LEVELS, out[cut])
+            first, nbytes = factors_read(levels[cut], of.packed)
+            out[cut.start + first] += nbytes
         return out
 
     def residual_sq(self, levels: Levels) -> F64Array:
@@ -94,6 +104,15 @@ class LevelTable:
             yield slice(int(ends[number]), int(ends[number + 1])), of
 
 
+def factors_read(levels: Levels, packed: PackedRow) -> tuple[int, int]:
+    """The first block of a row whose level needs factors, and their bytes; 0 for both if none."""
+    is_near = (levels > NOTHING) & (levels <= LAST_NEAR)
+    if not is_near.any():
+        return 0, 0
+    rung = min(int(levels[is_near].max()), N_RUNGS)
+    return int(is_near.argmax()), int(packed.rung_nbytes[rung - 1])
+
+
 def packed_input(row: Row, levels: Levels, block_elems: int) -> PackedInput | None:
     """Return the ranges of a row's pack that its levels read; None for none."""
     from mergepipe_pipeline.planner.hulls import at_levels
@@ -117,7 +136,10 @@ def packed_input(row: Row, levels: Levels, block_elems: int) -> PackedInput | No
         for (start, stop), level, run_nbytes in runs
         if NOTHING < level < ORIGINAL
     )
-    return PackedInput(of.packed.pack, of.packed.tensor, of.packed.unit, ranges)
+    packed = of.packed
+    _, factor_nbytes = factors_read(levels, packed)
+    place = packed.pack, packed.tensor, packed.unit, packed.factors
+    return PackedInput(*place, factor_nbytes, ranges)
 
 
 def _least_exact(of: RowLevels) -> tuple[I64Array, Levels]:

@@ -11,38 +11,48 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mergepipe_pipeline.arrays import BoolArray, F32Array, U32Array
+from mergepipe_pipeline.arrays import BoolArray, F32Array, I64Array, U32Array
 from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.domain.operator import OperatorSchema, Response
-from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TIERS, TIERS_OF, PackSource
+from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, FACTORED, TIERS, TIERS_OF, PackSource
 from mergepipe_pipeline.domain.plan import TrimRule
 
 #: Levels of neighbours differ little: more blocks would make plans longer, and hardly better.
 _MOST_BLOCKS = 1 << 20
 
 N_LEVELS = len(TIERS)
+#: The first levels are rungs: a row is read with the same one as a whole.
+N_RUNGS = len(FACTORED)
 #: In a choice of levels: nothing is read, and the expert's stored elements are. Between them stands
 #: 1 + a level's number.
 NOTHING, ORIGINAL = 0, 1 + N_LEVELS
 #: [levels]: none of them is exact.
 NO_LEVELS = np.zeros(N_LEVELS, np.bool_)
+#: In a choice of levels, the last that approximates.
+LAST_NEAR = 1 + TIERS.index("L3")
 _X20, _X = TIERS.index("X20"), TIERS.index("X")
-#: [levels, tiers]: which tiers are read for each level.
-_READ = np.array([[tier in TIERS_OF[level] for tier in TIERS] for level in TIERS], np.uint32)
+#: [levels, tiers]: which tiers of blocks are read for each level.
+_READ = np.array(
+    [[tier in TIERS_OF[level] and tier not in FACTORED for tier in TIERS] for level in TIERS],
+    np.uint32,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedRow:
-    """One tensor of pack number `pack` on a grid; its name there, unit and threshold.
+    """One tensor of pack number `pack` on a grid; its name there, unit, factors and threshold.
 
-    `nbytes` uint32 [levels, blocks]: what is read for a level, all of its tiers. `residual_sq`
+    `rung_nbytes` int64 [rungs]: what is read of the factors up to each rung, once for all blocks.
+    `nbytes` uint32 [levels, blocks]: what is read of a block for a level besides. `residual_sq`
     float32 [levels, blocks]: ‖δ − δ̂‖² at most, infinite where the level cannot be used.
     """
 
     pack: int
     tensor: str
     unit: float
+    factors: str
     threshold_bits: int
+    rung_nbytes: I64Array
     nbytes: U32Array
     residual_sq: F32Array
 
@@ -92,6 +102,7 @@ def packed_row(
     pack: int,
     tensor: str,
     unit: float,
+    factors: str,
     threshold_bits: int,
     nbytes: U32Array,
     residual_sq: F32Array,
@@ -101,7 +112,9 @@ def packed_row(
         pack=pack,
         tensor=tensor,
         unit=unit,
+        factors=factors,
         threshold_bits=threshold_bits,
+        rung_nbytes=np.cumsum(nbytes[:N_RUNGS].sum(axis=1, dtype=np.int64)),
         nbytes=_READ @ nbytes,
         residual_sq=residual_sq,
     )

@@ -19,7 +19,7 @@ from mergepipe_pipeline.domain.pack import NOT_READ, TIERS
 from mergepipe_pipeline.domain.stats import SAMPLE_WIDTH, widened
 from mergepipe_pipeline.planner.candidates import Row
 from mergepipe_pipeline.planner.levels import Levels
-from mergepipe_pipeline.planner.packed_rows import NO_LEVELS
+from mergepipe_pipeline.planner.packed_rows import LAST_NEAR, NO_LEVELS, RowLevels
 
 #: [E, n] float32 deltas of E experts to the merged update, [n] float32; the deltas may be
 #: overwritten.
@@ -103,7 +103,32 @@ class Samples:
         thresholds = np.array([o.packed.threshold_bits if o else 0 for o in of], np.uint32)
         tiers = np.array([_tiers(o.exact if o else NO_LEVELS) for o in of], np.int8)
         read = np.take_along_axis(tiers, levels.T.astype(np.intp), axis=1)  # [E, blocks]
-        return quantised(deltas, units, thresholds, read)
+        found = quantised(deltas, units, thresholds, read)
+        for i, o in enumerate(of):
+            if o and o.packed.factors:
+                self._put_projected(i, o, deltas[i], levels[:, i], found[i])
+        return found
+
+    def _put_projected(
+        self, i: int, of: RowLevels, deltas: F32Array, levels: Levels, out: F32Array
+    ) -> None:
+        """Put samples of row `i` that are read with factors into `out` [blocks, width].
+
+        What directions give of single elements is not known, only what they leave of a block: a
+        projection that keeps a share of ‖δ‖² looks like that share of δ with noise beside.
+        """
+        row, numbers = self._rows[i], levels - 1
+        is_near = (levels > 0) & (levels <= LAST_NEAR) & ~np.append(of.exact, True)[numbers]
+        near = np.flatnonzero(is_near)  # [blocks read so], as all below
+        assert row.block_l2sq is not None
+        places = self._out_blocks[near]
+        delta_sq = row.block_l2sq[places]
+        left = of.packed.residual_sq[numbers[near], places]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            keep = np.clip(np.nan_to_num(1 - left / delta_sq), 0, 1)[:, None]
+        rms = np.sqrt(np.square(deltas[near]).mean(axis=1, keepdims=True))
+        noise = np.random.default_rng(i).standard_normal(deltas.shape, np.float32)[near]
+        out[near] = keep * deltas[near] + np.sqrt(keep * (1 - keep)) * rms * noise
 
     def _of_sum(self, residuals: F32Array, residual_sq: F64Array) -> F64Array:
         """[PARTS]: the residuals' exact squared norm, times the share that does not cancel.

@@ -13,12 +13,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mergepipe_pipeline.arrays import F64Array, I32Array, I64Array
+from mergepipe_pipeline.arrays import F32Array, F64Array, I32Array, I64Array, U32Array
 from mergepipe_pipeline.errors import BudgetError
 from mergepipe_pipeline.planner.candidates import Candidates, Choice
 from mergepipe_pipeline.planner.constraints import Constraints
 from mergepipe_pipeline.planner.levels import Levels, LevelTable
-from mergepipe_pipeline.planner.packed_rows import N_LEVELS, NO_LEVELS, NOTHING, ORIGINAL
+from mergepipe_pipeline.planner.packed_rows import (
+    N_LEVELS,
+    N_RUNGS,
+    NO_LEVELS,
+    NOTHING,
+    ORIGINAL,
+    RowLevels,
+)
 
 #: The strategy that reads packs.
 PACKS = "packs"
@@ -26,6 +33,8 @@ PACKS = "packs"
 _HUGE = 1e100
 #: Experts whose squared norms in a place are within this factor of the largest count alike there.
 _ALIKE = 16.0
+#: How often what is left of a budget is spent.
+_AGAIN = 4
 
 
 @dataclass(frozen=True)
@@ -44,16 +53,23 @@ class Strategy:
 class Ranked:
     """Upgrades, the most saved per byte first: a candidate to a level for so many more bytes.
 
-    Arrays are [upgrades].
+    Arrays are [upgrades], but for `free` [candidates]: those that the upgrade of a row is for.
     """
 
     candidate: I32Array
     level: Levels
     nbytes: I64Array
+    free: Choice
+
+    @property
+    def has_rungs(self) -> bool:
+        """Whether any upgrade is of a row as a whole."""
+        return bool((self.level <= N_RUNGS).any())
 
     def first(self, count: int) -> Ranked:
         """Return the best of them."""
-        return Ranked(self.candidate[:count], self.level[:count], self.nbytes[:count])
+        some = slice(count)
+        return Ranked(self.candidate[some], self.level[some], self.nbytes[some], self.free)
 
 
 def magnitude(c: Candidates) -> F64Array:
@@ -120,7 +136,6 @@ def rank(
     )
     worth = np.minimum(np.nan_to_num(strategy.score(c), nan=_HUGE, posinf=_HUGE), _HUGE)
     useful = free & ~c.zero
-    no_sizes, no_leftovers = np.empty((0, 0), np.uint32), np.empty((0, 0), np.float32)
     at = 0
     for row, cut in zip(c.rows, c.row_slices(), strict=True):
         if row.bundle_nbytes is not None:
@@ -129,24 +144,26 @@ def rank(
                 made.nbytes[at], made.saved[at] = row.bundle_nbytes, saved
                 at += 1
             continue
-        of = row.levels
-        blocks = RowBlocks(
-            worth=worth[cut],
-            delta_sq=table.delta_sq[cut],
-            stored_nbytes=c.nbytes[cut],
-            free=useful[cut],
-            nbytes=of.packed.nbytes if of else no_sizes,
-            residual_sq=of.packed.residual_sq if of else no_leftovers,
-            usable=(of.usable if with_near else of.exact) if of else NO_LEVELS,
-            exact=of.exact if of else NO_LEVELS,
-        )
+        offered = _offered(row.levels, with_near=with_near)
+        blocks = RowBlocks(worth[cut], table.delta_sq[cut], c.nbytes[cut], useful[cut], *offered)
         at = row_upgrades(blocks, cut.start, made, at)
     candidate, level, nbytes = made.candidate[:at], made.level[:at], made.nbytes[:at]
     per_byte = made.saved[:at] / np.maximum(nbytes, 1)
     if strategy.is_even and not (is_sum := _is_sum(c)[candidate]).all():
         per_byte = np.where(is_sum, per_byte, _together(c, per_byte, candidate, level))
-    order = _best_first(falling(per_byte, candidate))
-    return Ranked(candidate[order], level[order], nbytes[order])
+    order = _best_first(falling(per_byte, candidate, level, c.row[candidate]))
+    return Ranked(candidate[order], level[order], nbytes[order], useful)
+
+
+def _offered(
+    of: RowLevels | None, *, with_near: bool
+) -> tuple[I64Array, U32Array, F32Array, Choice, Choice]:
+    """What a row's pack offers, as the last fields of `RowBlocks`; nothing without a pack."""
+    if of is None:
+        no_levels = np.empty((0, 0), np.uint32), np.empty((0, 0), np.float32)
+        return np.zeros(N_RUNGS, np.int64), *no_levels, NO_LEVELS, NO_LEVELS
+    usable = of.usable if with_near else of.exact
+    return of.packed.rung_nbytes, of.packed.nbytes, of.packed.residual_sq, usable, of.exact
 
 
 def spend(table: LevelTable, ranked: Ranked, constraints: Constraints, pinned: Levels) -> Levels:
@@ -154,22 +171,47 @@ def spend(table: LevelTable, ranked: Ranked, constraints: Constraints, pinned: L
 
     An upgrade that does not fit, and all further ones of its block, are passed over.
     """
+    budget_bytes = constraints.budget_bytes
+    levels = _spent(table, ranked, constraints, pinned, budget_bytes)
+    # Rows that end up exact as a whole need no factors: what these cost can be spent again.
+    for _ in range(_AGAIN):
+        left = constraints.budget_bytes - int(table.nbytes(levels).sum())
+        if not left or not ranked.has_rungs:
+            break
+        more = _spent(table, ranked, constraints, pinned, budget_bytes + left)
+        if table.nbytes(more).sum() > constraints.budget_bytes:
+            break
+        levels, budget_bytes = more, budget_bytes + left
+    return levels
+
+
+def _spent(
+    table: LevelTable, ranked: Ranked, constraints: Constraints, pinned: Levels, budget_bytes: int
+) -> Levels:
+    """Do as `spend` for upgrades that cost no more than `budget_bytes` in all."""
     from mergepipe_pipeline.planner.hulls import affordable
 
     c = table.candidates
     nbytes = table.nbytes(pinned)
     spent = np.bincount(c.expert, nbytes, len(constraints.caps)).astype(np.int64)
+    row = c.row[ranked.candidate]
     fits = affordable(
         ranked.candidate,
+        ranked.level,
         ranked.nbytes,
+        row,
         c.expert[ranked.candidate],
-        len(c.row),
-        constraints.budget_bytes - int(nbytes.sum()),
+        (len(c.row), len(c.rows)),
+        budget_bytes - int(nbytes.sum()),
         constraints.caps - spent,
     )
     levels = pinned.copy()
     # Of a block's upgrades the last is the best, and stands behind the others.
     levels[ranked.candidate[fits]] = ranked.level[fits]
+    rungs = np.zeros(len(c.rows), np.int8)  # [rows]
+    is_rung = fits & (ranked.level <= N_RUNGS)
+    np.maximum.at(rungs, row[is_rung], ranked.level[is_rung])
+    levels = np.where(ranked.free & (levels == NOTHING), rungs[c.row], levels)
     for cut in table.bundles:
         levels[cut] = np.where(c.zero[cut], NOTHING, levels[cut.start])
     return levels

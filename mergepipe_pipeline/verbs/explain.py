@@ -195,7 +195,7 @@ def selected_table(selected: Sequence[Selected]) -> Table:
 def level_shares(plan: MergePlan) -> list[LevelShare]:
     """The reads of a plan at each level, from coarse to exact; nothing of a plan without packs.
 
-    Low-rank updates are read besides.
+    Low-rank updates are read besides. A rung's bytes are of all levels that go on from it, too.
     """
     if not plan.packs:
         return []
@@ -205,13 +205,15 @@ def level_shares(plan: MergePlan) -> list[LevelShare]:
         itemsize = e.view.stored_nbytes // max(1, e.view.numel)
         read = [(a, b, "stored", (b - a) * itemsize) for a, b in e.read]
         ranges = e.packed.ranges if e.packed else ()
+        if e.packed and e.packed.factor_nbytes:
+            sums[e.packed.factor_tiers[-1]][2] += e.packed.factor_nbytes
         read += [(r.start_elem, r.stop_elem, r.level, r.nbytes) for r in ranges]
         for start, stop, level, nbytes in read:
             row = sums[level]
             row[0] += -(-(stop - start) // elems)
             row[1] += stop - start
             row[2] += nbytes
-    return [LevelShare(level, *row) for level, row in sums.items() if row[0]]
+    return [LevelShare(level, *row) for level, row in sums.items() if any(row)]
 
 
 def operator_choices(plan: MergePlan) -> list[OperatorChoice]:

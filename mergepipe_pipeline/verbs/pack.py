@@ -24,7 +24,6 @@ from mergepipe_pipeline.execution.packing import contents_of, pays_back_after
 from mergepipe_pipeline.execution.plan_leases import staging
 from mergepipe_pipeline.facts.analysed import AnalysedExpert, Sparsified
 from mergepipe_pipeline.facts.input_segments import checkpoint_inputs
-from mergepipe_pipeline.packs.codec import unit_of
 from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.index import pack_id_of
 from mergepipe_pipeline.packs.store import PackStore
@@ -238,7 +237,8 @@ def _packings(
             content,
             expert.views[content.name],
             moved(base.views[content.base_name], len(expert.checkpoints)),
-            unit_of(tensor_stats.l2sq, tensor_stats.nonzero),
+            tensor_stats.l2sq,
+            tensor_stats.nonzero,
             tables.trims[s.place].threshold_bits,
         )
         for content, s in zip(contents, trimmed, strict=True)
@@ -285,8 +285,7 @@ def _older(
         with suppress(CorruptionError):  # of a damaged pack what is left serves
             for key in shared:
                 packing, tensor = wanted[key], known.tensors[names[key]]
-                steps = packing.unit, packing.threshold_bits
-                if steps == (tensor.unit, tensor.threshold_bits):
+                if packing.threshold_bits == tensor.threshold_bits:
                     older[packing.content] = files, tensor
     return older
 

@@ -33,7 +33,8 @@ def test_pack_tells_what_it_made_and_that_it_was_made_before(tmp_path: Path) -> 
     warehouse_of(tmp_path, experts=2)
     both = data(tmp_path, "pack")["packs"]
     assert [p["name"] for p in both] == ["e0", "e1"]
-    assert [list(p["tier_nbytes"]) for p in both] == [["L0", "L1", "L2", "L3", "X20", "X"]] * 2
+    tiers = ["R0", "R1", "R2", "L0", "L1", "L2", "L3", "X20", "X"]
+    assert [list(p["tier_nbytes"]) for p in both] == [tiers] * 2
     text = run(tmp_path, "pack", "e0")
     assert "packed before" in text
     assert "pays back after" in text

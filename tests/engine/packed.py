@@ -135,6 +135,7 @@ def write_pack(
         digest or content_of(expert),
         content_of(base),
         unit,
+        "",
         threshold_bits,
         np.array([[len(f) for f in row] for row in frames], np.uint32),
         np.array([[checksum(as_array(f)) if f else 0 for f in row] for row in frames], np.uint64),
@@ -190,7 +191,7 @@ def _packed(number: int, tensor: PackedTensor, levels: Levels) -> PackedInput:
         rows = [TIERS.index(tier) for tier in TIERS_OF[level]]
         nbytes = int(tensor.nbytes[rows, chunks].sum())
         ranges.append(PackedRange(start, stop, level, nbytes, level == "X"))
-    return PackedInput(number, "w", tensor.unit, tuple(ranges))
+    return PackedInput(number, "w", tensor.unit, tensor.factors, 0, tuple(ranges))
 
 
 def _rest(taken: Sequence[Range]) -> tuple[Range, ...]:

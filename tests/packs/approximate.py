@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mergepipe_pipeline.arrays import F32Array
-from mergepipe_pipeline.domain.pack import TIERS, Level
+from mergepipe_pipeline.domain.pack import STEPPED, TIERS, Level
 from mergepipe_pipeline.operators.kernels.bits import times
 from mergepipe_pipeline.packs.codec import decode_numbers
 from mergepipe_pipeline.packs.frames import Frames
@@ -17,9 +17,9 @@ from mergepipe_pipeline.packs.ternary import quantised, step_of
 def decode_approximate(frames: Sequence[memoryview | None], unit: float, out: F32Array) -> None:
     """Fill `out` [n] with δ̂ of a chunk of a tensor with this unit; `frames` of L0, L1 … ."""
     numbers = np.empty(len(out), np.int16)
-    given = Frames.of({tier: [frame] for tier, frame in zip(TIERS, frames, strict=False)})
+    given = Frames.of({tier: [frame] for tier, frame in zip(STEPPED, frames, strict=False)})
     decode_numbers(given, [len(frames)], numbers)
-    times(numbers, step_of(unit, len(frames) - 1), out)
+    times(numbers, step_of(unit), out)
 
 
 def quantised_at(level: Level, delta: F32Array, unit: float, threshold_bits: int) -> F32Array:

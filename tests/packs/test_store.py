@@ -36,10 +36,11 @@ def packed(name: str, chunks: int, seed: int, start: np.ndarray) -> PackedTensor
         f"{seed:064x}",
         "b" * 64,
         0.5,
+        f"{seed:016x}",
         7,
-        rng.integers(0, 1000, (6, chunks), np.uint32),
-        rng.integers(0, 1 << 63, (6, chunks), np.uint64),
-        rng.random((6, chunks), np.float32),
+        rng.integers(0, 1000, (len(TIERS), chunks), np.uint32),
+        rng.integers(0, 1 << 63, (len(TIERS), chunks), np.uint64),
+        rng.random((len(TIERS), chunks), np.float32),
         start,
     )
 
@@ -47,7 +48,7 @@ def packed(name: str, chunks: int, seed: int, start: np.ndarray) -> PackedTensor
 def some(*sizes: int) -> list[PackedTensor]:
     """Tensors of so many chunks, one after the other in the files."""
     found: list[PackedTensor] = []
-    at = np.zeros(6, np.int64)
+    at = np.zeros(len(TIERS), np.int64)
     for number, chunks in enumerate(sizes):
         found.append(packed(f"t{number}", chunks, number, at.copy()))
         at += found[-1].nbytes.sum(axis=1, dtype=np.int64)
@@ -82,6 +83,7 @@ def test_a_pack_is_found_by_its_contents_and_tells_what_was_written(tmp_path: Pa
     for tensor, (row, nbytes, residual_sq) in zip(of, pack.sizes(CHUNK_ELEMS), strict=True):
         found = pack.tensors[tensor.name]
         assert (found.content, found.unit, found.threshold_bits) == (tensor.content, 0.5, 7)
+        assert row.factors == found.factors == tensor.factors
         assert list(row.start_byte) == found.start_byte.tolist() == tensor.start_byte.tolist()
         for array in ("nbytes", "checksums", "residual_sq"):
             assert np.array_equal(getattr(found, array), getattr(tensor, array))

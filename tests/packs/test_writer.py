@@ -10,20 +10,35 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mergepipe_pipeline.checkpoints.reader import Tally
 from mergepipe_pipeline.concurrency import threads
-from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TIERS
+from mergepipe_pipeline.domain.pack import (
+    CHUNK_ELEMS,
+    FACTORED,
+    STEPPED,
+    TIERS,
+    Level,
+    PackedInput,
+    PackedRange,
+    PackedTensor,
+    Tier,
+)
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.codec import BITS_OF, decode_bits
+from mergepipe_pipeline.packs.elements import PackedElements, PackReader
 from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.index import frames_path
+from mergepipe_pipeline.packs.store import Pack
+from mergepipe_pipeline.storage.page_buffer import PageBuffer
 from mergepipe_pipeline.verbs.analyze import analyze
 from mergepipe_pipeline.verbs.gc import collect
 from mergepipe_pipeline.verbs.pack import pack
+from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.verbs.verify import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.packs.approximate import decode_approximate, quantised_at
 from tests.packs.models import base_tensors, expert_tensors, warehouse_of
-from tests.support.stored import decode, write
+from tests.support.stored import Stored, decode, encode, write
 
 
 def decoded(warehouse: Warehouse, pack_id: str) -> dict[str, bytes]:
@@ -37,6 +52,97 @@ def decoded(warehouse: Warehouse, pack_id: str) -> dict[str, bytes]:
             decode_bits(frames, bits, found)
             out[name] = found.tobytes()
     return out
+
+
+#: Of one chunk, a stack, and more than one chunk.
+DIRECTED = {"a": (96, 80), "b": (3, 64, 48), "c": (400, 400)}
+
+
+def directed(dtype: str, *, is_expert: bool) -> dict[str, Stored]:
+    """Tensors of a base, or of an expert whose δ has two directions and noise."""
+    rng, found = np.random.default_rng(4), {}
+    for name, shape in DIRECTED.items():
+        values, noise = 0.02 * rng.standard_normal(shape), 5e-4 * rng.standard_normal(shape)
+        left = rng.standard_normal((*shape[:-1], 2))
+        near = left @ rng.standard_normal((*shape[:-2], 2, shape[-1]))
+        found[name] = encode(values + (noise + 1e-3 * near if is_expert else 0), dtype)
+    return {**found, "norm": encode(np.ones(50), dtype)}
+
+
+def directed_warehouse(tmp: Path, dtype: str) -> Warehouse:
+    warehouse = Warehouse.at(tmp / "home").ensure()
+    for name in ("base", "e0"):
+        (tmp / name).mkdir(parents=True)
+        write(tmp / name, name, directed(dtype, is_expert=name == "e0"))
+        register(warehouse, tmp / name, name, None if name == "base" else "base")
+    return warehouse
+
+
+def read_at(known: Pack, tensor: PackedTensor, level: Level, base: Stored) -> bytes:
+    """What a merge gets of a tensor at a level, in two windows: stored bytes, or δ̂."""
+    numel, size = decode(base).size, len(base[2]) // decode(base).size
+    of = PackedRange(0, numel, level, 0, level == "X")
+    packed = PackedInput(0, tensor.name, tensor.unit, tensor.factors, 0, (of,))
+    out = bytearray(numel * (size if of.gives_bits else 4))
+
+    def read_base(start: int, stop: int, into: memoryview) -> None:
+        into[:] = base[2][size * start : size * stop]
+
+    with PackReader(known.source, Tally()) as reader:
+        elements = PackedElements(reader, packed, tensor.digest, read_base)
+        for window in ((0, numel // 3), (numel // 3, numel)):
+            for part in elements.fetch(*window, PageBuffer()):
+                a, b = part.start_elem, part.stop_elem
+                if part.gives_bits:
+                    some = slice(size * a, size * b)
+                    part.fill(memoryview(out)[some], memoryview(base[2])[some])
+                else:
+                    part.delta(np.frombuffer(out, np.float32)[a:b])
+    return bytes(out)
+
+
+def assert_right(known: Pack, dtype: str) -> None:
+    """Every level of a pack of `directed` gives what it says, and the exact one all bits."""
+    base, expert = (directed(dtype, is_expert=which) for which in (False, True))
+    for name, tensor in known.tensors.items():
+        assert bool(tensor.factors) == (name in DIRECTED)
+        delta, left = decode(expert[name]).astype(np.float64) - decode(base[name]), {}
+        for level in (*FACTORED, *STEPPED) if tensor.factors else STEPPED:
+            found = np.frombuffer(read_at(known, tensor, level, base[name]), np.float32)
+            left[level] = float(np.square(delta - found).sum())
+            stated = float(tensor.residual_sq[TIERS.index(level)].sum(dtype=np.float64))
+            # Packs have δ in float32, which is rounded where elements are.
+            assert left[level] <= stated * (1 + 1e-6)
+            assert stated <= left[level] * (1 + 1e-5)
+        assert read_at(known, tensor, "X", base[name]) == expert[name][2]
+        if tensor.factors:
+            assert left["R0"] >= left["R1"] >= left["R2"] > left["L3"]
+            assert left["R2"] < 0.35 * np.square(delta).sum()
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F32"])
+def test_levels_of_deltas_of_few_directions_leave_what_they_say(tmp_path: Path, dtype: str) -> None:
+    warehouse = directed_warehouse(tmp_path, dtype)
+    (made,) = pack(warehouse, ["e0"])
+    assert_right(warehouse.packs.open(made.pack_id), dtype)
+
+
+@pytest.mark.parametrize("tier", FACTORED)
+def test_a_rung_that_is_damaged_in_an_older_pack_is_made_anew(tmp_path: Path, tier: Tier) -> None:
+    changed = directed("BF16", is_expert=True) | {"norm": encode(np.full(50, 2), "BF16")}
+    found = []
+    for name in ("damaged", "fresh"):
+        folder = tmp_path / name
+        warehouse = directed_warehouse(folder, "BF16")
+        if name == "damaged":
+            (older,) = pack(warehouse, ["e0"])
+            path = frames_path(warehouse.packs.path(older.pack_id), tier)
+            path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+        write(folder / "e0", "e0", changed)
+        (made,) = pack(warehouse, ["e0"])
+        root = warehouse.packs.path(made.pack_id)
+        found.append({p.name: p.read_bytes() for p in root.iterdir()})
+    assert found[0] == found[1]
 
 
 def test_the_exact_tiers_hold_every_stored_bit_and_equal_tensors_take_no_byte(

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TIERS
+from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, FACTORED, TIERS
 from mergepipe_pipeline.domain.plan import TrimRule
 from mergepipe_pipeline.domain.recipe import Budget, Selection, Share
 from mergepipe_pipeline.errors import BudgetError
@@ -18,6 +18,8 @@ from mergepipe_pipeline.packs.index import summed
 from mergepipe_pipeline.planner.candidates import Row, lay_out
 from mergepipe_pipeline.planner.levels import Levels, LevelTable, packed_input
 from mergepipe_pipeline.planner.packed_rows import (
+    LAST_NEAR,
+    N_RUNGS,
     NOTHING,
     ORIGINAL,
     packed_row,
@@ -81,6 +83,13 @@ def test_levels_cost_no_more_than_the_budget_and_the_shares_allow(
             assert len(set(levels[cut].tolist())) <= 1
         if row.levels is None:
             assert set(levels[cut].tolist()) <= {NOTHING, ORIGINAL}
+        elif row.levels.packed.factors:
+            read = set(levels[cut].tolist())
+            rungs = {level for level in read if NOTHING < level <= N_RUNGS}
+            # One rung for all blocks, and the last where anything is read that goes on from it.
+            goes_on = any(N_RUNGS < level <= LAST_NEAR for level in read)
+            assert len(rungs) <= 1
+            assert not goes_on or rungs <= {N_RUNGS}
 
 
 def saved(table: LevelTable, levels: np.ndarray) -> float:
@@ -191,7 +200,7 @@ def test_what_a_plan_reads_of_a_pack_is_what_was_chosen(table: LevelTable, fract
         own = levels[cut]
         packed = packed_input(row, own, GRID.block_elems)
         ranges = packed.ranges if packed else ()
-        assert sum(r.nbytes for r in ranges) == nbytes[cut][own != ORIGINAL].sum()
+        assert (packed.nbytes if packed else 0) == nbytes[cut][own != ORIGINAL].sum()
         shown = np.zeros(len(own), np.int8)
         for r in ranges:
             assert r.start_elem < r.stop_elem <= row.numel
@@ -209,10 +218,12 @@ def test_blocks_have_the_bytes_and_residuals_of_their_chunks() -> None:
     nbytes = rng.integers(0, 9999, (len(TIERS), 10)).astype(np.uint32)
     residual_sq = rng.random((len(TIERS), 10), dtype=np.float32)
     residual_sq[0, 9] = np.inf
-    found = packed_row(0, "w", 1.0, 7, *summed(nbytes, residual_sq, 4))
+    found = packed_row(0, "w", 1.0, "f", 7, *summed(nbytes, residual_sq, 4))
     wanted = np.add.reduceat(nbytes, [0, 4, 8], axis=1).astype(np.int64)
-    assert np.array_equal(found.nbytes[TIERS.index("L2")], wanted[:3].sum(axis=0))
-    assert np.array_equal(found.nbytes[TIERS.index("X")], wanted[4:].sum(axis=0))
+    assert np.array_equal(found.rung_nbytes, wanted[:3].sum(axis=1).cumsum())
+    assert not found.nbytes[: len(FACTORED)].any()
+    assert np.array_equal(found.nbytes[TIERS.index("L2")], wanted[3:6].sum(axis=0))
+    assert np.array_equal(found.nbytes[TIERS.index("X")], wanted[-2:].sum(axis=0))
     exact = np.add.reduceat(residual_sq.astype(np.float64), [0, 4, 8], axis=1)
     assert (found.residual_sq >= exact).all()
     assert np.isinf(found.residual_sq[0, 2])
@@ -223,6 +234,7 @@ PACKED = packed_row(
     0,
     "w",
     1.0,
+    "",
     100,
     np.ones((len(TIERS), 1), np.uint32),
     np.ones((len(TIERS), 1), np.float32),

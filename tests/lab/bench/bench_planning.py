@@ -25,7 +25,7 @@ import numpy as np
 from mergepipe_pipeline.checkpoints.header import build_header
 from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.domain.model import Model
-from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TIERS, PackedTensor
+from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, FACTORED, TIERS, PackedTensor
 from mergepipe_pipeline.domain.segments import COARSE_ELEMS, Segments
 from mergepipe_pipeline.domain.stats import (
     HIST_SHIFT,
@@ -181,8 +181,8 @@ def pack_all(home: Warehouse, n_experts: int, layers: int) -> None:
     base = Model("base", (home.catalog.get("base").checkpoint,), {})
     base = replace(base, views={t.name: view_of(t) for t in base.checkpoint.tensors})
     base_digests = [home.catalog.digests(base.model_id) or {}]
-    shares = np.array([0.001, 0.05, 0.1, 0.1, 0.12, 0.2])
-    left = np.array([0.99, 0.48, 0.084, 0.0096, 0.3, 0.0])
+    shares = np.array([0.001, 0.004, 0.015, 0.001, 0.03, 0.1, 0.1, 0.12, 0.2])
+    left = np.array([0.8, 0.6, 0.5, 0.5, 0.35, 0.084, 0.0096, 0.3, 0.0])
     for n in range(n_experts):
         checkpoint = home.catalog.get(f"expert_{n:03d}").checkpoint
         expert = Model(checkpoint.name, (checkpoint,), base.views)
@@ -201,10 +201,14 @@ def pack_all(home: Warehouse, n_experts: int, layers: int) -> None:
             l2sq = np.repeat(s.block_l2sq / per_block, per_block)[:chunks].astype(np.float32)
             spread = rng.uniform(0.9, 1.1, (len(TIERS), chunks))
             nbytes = (2 * CHUNK_ELEMS * shares[:, None] * spread).astype(np.uint32)
+            of_factors = nbytes[: len(FACTORED)].sum(axis=1)
+            nbytes[: len(FACTORED)] = 0
+            nbytes[: len(FACTORED), 0] = of_factors
             tensors.append(
                 PackedTensor(
                     *content,
                     unit=9e-4,
+                    factors="f" * 16,
                     threshold_bits=0x3A000000,
                     nbytes=nbytes,
                     checksums=np.zeros((len(TIERS), 0), np.uint64),

@@ -48,7 +48,7 @@ class Method:
         return _SCALES if "{}" in self.whole else (1.0,)
 
     def recipe(self, base: Path, experts: Sequence[Path], scale: float) -> str:
-        """The recipe's text, which mergekit reads, too."""
+        """The recipe's text, which mergekit reads, too, but for `linear`."""
         rows = "".join(f"- {{model: {e}, parameters: {{{self.own}}}}}\n" for e in experts)
         text = f"merge_method: {self.operator}\nbase_model: {base}\ndtype: bfloat16\n"
         if parameters := self.whole.format(scale):
@@ -149,7 +149,10 @@ def _judge(
     with _merged(home, scored, text, None) as (full, promised):
         scored.put(f"{name} 100%", lambda: _whole(family, full))
         if not is_met:
-            with _by_mergekit(scored, text) as theirs:
+            # There a base of `linear` is one more model, which has to have a weight.
+            of_linear = text.replace(f"base_model: {family.base}\n", "")
+            own = of_linear if method.operator == "linear" else text
+            with _by_mergekit(scored, own) as theirs:
                 scored.put(peer, lambda: _beside(family, theirs, full))
         with scored.part("score"):
             model, tasks = Model(full, family.base), family.kind.tasks

@@ -1,0 +1,189 @@
+"""Experts whose deltas have few directions: packs keep these, and merges of them are as planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from mergepipe_pipeline.checkpoints.reader import Tally
+from mergepipe_pipeline.concurrency import threads
+from mergepipe_pipeline.domain.pack import FACTORED, STEPPED, TIERS, Level, PackedInput, PackedRange
+from mergepipe_pipeline.domain.plan import MergePlan
+from mergepipe_pipeline.engine.options import EngineOptions
+from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.execution.run import run_plan
+from mergepipe_pipeline.packs.elements import PackedElements, PackReader
+from mergepipe_pipeline.packs.index import frames_path
+from mergepipe_pipeline.packs.store import Pack
+from mergepipe_pipeline.resolution.recipe_text import parse
+from mergepipe_pipeline.storage.page_buffer import PageBuffer
+from mergepipe_pipeline.verbs.explain import level_shares
+from mergepipe_pipeline.verbs.pack import pack
+from mergepipe_pipeline.verbs.register import register
+from mergepipe_pipeline.warehouse import Warehouse
+from tests.support.stored import Stored, decode, encode, write
+
+SHAPES = {"a.weight": (400, 410), "b.weight": (3, 96, 130), "norm.weight": (400,)}
+WINDOWS = EngineOptions(threads=1, window_elems=70_001)
+
+
+def tensors(dtype: str, seed: int | None = None) -> dict[str, Stored]:
+    """A base, and by a seed an expert: a few directions of δ, and noise of half their size."""
+    base_rng, rng = np.random.default_rng(0), np.random.default_rng(seed)
+    found = {}
+    for name, shape in SHAPES.items():
+        values = 0.02 * base_rng.standard_normal(shape)
+        if seed is not None:
+            noise = 5e-4 * rng.standard_normal(shape)
+            if len(shape) > 1:
+                left = rng.standard_normal((*shape[:-1], 3)) * [3, 2, 1]
+                right = rng.standard_normal((*shape[:-2], 3, shape[-1]))
+                noise += 3e-4 * left @ right
+            values = values + noise
+        found[f"model.layers.0.{name}"] = encode(values, dtype)
+    return found
+
+
+def family(tmp: Path, dtype: str = "BF16", experts: int = 3) -> Warehouse:
+    """A warehouse that has packed experts `e0` … of a base."""
+    warehouse = Warehouse.at(tmp / "home").ensure()
+    for number in range(-1, experts):
+        name, seed = ("base", None) if number < 0 else (f"e{number}", number + 1)
+        (tmp / name).mkdir(parents=True)
+        write(tmp / name, name, tensors(dtype, seed))
+        register(warehouse, tmp / name, name, None if number < 0 else "base")
+    pack(warehouse, [f"e{number}" for number in range(experts)])
+    return warehouse
+
+
+def planned(
+    warehouse: Warehouse, tmp: Path, budget: str | None, method: str = "task_arithmetic"
+) -> MergePlan:
+    own = "parameters: {weight: 0.5, density: 0.4}"
+    rows = "".join(f"- {{model: {tmp / f'e{n}'}, {own}}}\n" for n in range(3))
+    head = f"merge_method: {method}\nbase_model: {tmp / 'base'}\ndtype: float32\n"
+    text = f"{head}models:\n{rows}"
+    return make_plan(warehouse, parse(text, name="r", where="r"), budget=budget)
+
+
+def only_pack(warehouse: Warehouse, number: int = 0) -> Pack:
+    return warehouse.packs.open(warehouse.packs.ids()[number])
+
+
+def decoded(found: Pack, name: str, level: Level, base: Stored) -> np.ndarray:
+    """δ̂ of a tensor, or the expert's values, as windows of odd lengths read it."""
+    tensor, values = found.tensors[name], decode(base)
+    numel = values.size
+    rows = [TIERS.index(t) for t in FACTORED if t in TIERS[: TIERS.index(level) + 1]]
+    nbytes = int(tensor.nbytes[rows, 0].sum()) if level not in ("X20", "X") else 0
+    given = PackedRange(0, numel, level, 0, level == "X")
+    packed = PackedInput(0, name, tensor.unit, tensor.factors, nbytes, (given,))
+    tally, out = Tally(), np.zeros(numel, np.float32)
+    with PackReader(found.source, tally) as reader:
+        elements = PackedElements(reader, packed, tensor.digest, lambda a, b, into: None)
+        for start in range(0, numel, 70_001):
+            for part in elements.fetch(start, min(numel, start + 70_001), PageBuffer()):
+                part.delta(out[part.start_elem : part.stop_elem])
+    tiers = slice(len(FACTORED), TIERS.index(level) + 1)
+    assert tally.nbytes == nbytes + int(tensor.nbytes[tiers].sum())
+    return out
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
+def test_every_level_leaves_what_it_says_and_less_than_the_one_before(
+    tmp_path: Path, dtype: str
+) -> None:
+    found = only_pack(family(tmp_path, dtype, experts=1))
+    base, expert = tensors(dtype), tensors(dtype, 1)
+    for name, tensor in found.tensors.items():
+        assert bool(tensor.factors) == ("norm" not in name)
+        if not tensor.factors:
+            continue
+        delta, before = (decode(expert[name]) - decode(base[name])).reshape(-1), np.inf
+        for level in (*FACTORED, *STEPPED):
+            near = decoded(found, name, level, base[name])
+            left = float(np.square(delta.astype(np.float64) - near).sum())
+            stated = float(tensor.residual_sq[TIERS.index(level)].astype(np.float64).sum())
+            assert left <= stated <= left * (1 + 1e-5)
+            assert left <= before * (1 + 1e-3)
+            before = left
+        assert before < 0.02 * float(np.square(delta).sum())
+
+
+@pytest.mark.parametrize("method", ["task_arithmetic", "ties", "dare_linear"])
+@pytest.mark.parametrize("budget", ["0.6%", "2%", "9%"])
+def test_a_small_budget_reads_directions_and_gives_the_same_bits_in_any_windows(
+    tmp_path: Path, method: str, budget: str
+) -> None:
+    warehouse = family(tmp_path)
+    plan = planned(warehouse, tmp_path, budget, method)
+    levels = {share.level: share.nbytes for share in level_shares(plan)}
+    assert levels.keys() & {*FACTORED}
+    assert sum(levels.values()) == plan.estimates.expert_bytes_planned
+    assert plan.estimates.expert_bytes_planned <= (plan.estimates.budget_bytes or 0)
+    first = run_plan(warehouse, plan)
+    assert first.realised.expert_bytes_read == plan.estimates.expert_bytes_planned
+    full = run_plan(warehouse, planned(warehouse, tmp_path, None, method))
+    error = distance(Path(first.snapshot.path), Path(full.snapshot.path))
+    bound, told = plan.estimates.error_bound, plan.estimates.predicted_error
+    assert bound is None or error <= bound
+    assert told is not None
+    assert 0.8 * error < told < 1.25 * error
+    again = run_plan(warehouse, plan, options=WINDOWS, fresh=True)
+    assert again.snapshot.snapshot_id == first.snapshot.snapshot_id
+
+
+def distance(a: Path, b: Path) -> float:
+    """‖A − B‖₂ of two models."""
+    one, other = (
+        {k: v for f in folder.glob("*.safetensors") for k, v in load_file(f).items()}
+        for folder in (a, b)
+    )
+    squares = [np.square(one[k].astype(np.float64) - other[k]).sum() for k in one]
+    return float(np.sqrt(sum(squares)))
+
+
+def test_factors_do_not_depend_on_threads_and_are_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = []
+    for n_threads in (1, 4):
+        monkeypatch.setattr(threads, "analysis", lambda n=n_threads: n)
+        warehouse = family(tmp_path / str(n_threads), experts=1)
+        root = only_pack(warehouse).root
+        files.append({p.name: p.read_bytes() for p in root.iterdir()})
+    assert files[0] == files[1]
+    folder = tmp_path / "4"
+    changed = tensors("BF16", 1) | {"model.layers.0.norm.weight": encode(np.ones(400), "BF16")}
+    write(folder / "e0", "e0", changed)
+    (made,) = pack(warehouse, ["e0"])
+    assert made.taken_over == 2
+    known = warehouse.packs.open(made.pack_id)
+    assert known.tensors["model.layers.0.a.weight"].factors
+    for tier in FACTORED:
+        assert frames_path(known.root, tier).read_bytes() == files[0][f"{tier}.frames"]
+
+
+def test_a_damaged_rung_is_named_and_is_no_part_of_another_pack(tmp_path: Path) -> None:
+    warehouse = family(tmp_path)
+    plan = planned(warehouse, tmp_path, "2%")
+    path = frames_path(only_pack(warehouse).root, "R0")
+    data = bytearray(path.read_bytes())
+    data[40] ^= 1
+    path.write_bytes(data)
+    name, base = "model.layers.0.a.weight", tensors("BF16")["model.layers.0.a.weight"]
+    with pytest.raises(CorruptionError, match=r"R0\.frames, tensor model\.layers\.0\.a\.weight"):
+        decoded(only_pack(warehouse), name, "R1", base)
+    roots = [source.root for source in plan.packs]
+    number = roots.index(str(path.parent))
+    norm = {"model.layers.0.norm.weight": encode(np.ones(400), "BF16")}
+    write(tmp_path / f"e{number}", f"e{number}", tensors("BF16", number + 1) | norm)
+    (made,) = pack(warehouse, [f"e{number}"])
+    assert made.pack_id != path.parent.name
+    whole = decoded(warehouse.packs.open(made.pack_id), name, "L3", base)
+    delta = (decode(tensors("BF16", number + 1)[name]) - decode(base)).reshape(-1)
+    assert np.linalg.norm(whole - delta) < 0.15 * np.linalg.norm(delta)
