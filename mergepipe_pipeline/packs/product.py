@@ -50,7 +50,7 @@ _ROUND = np.float32(12582912)
 class Product:
     """δ̂ = step · Σ weight · left · right, over the directions of each of n matrices.
 
-    `weights` uint32 [n, r], `left` int8 [n, r, rows], `right` int8 [n, r, columns].
+    `weights` uint32 [n, r], `left` int8 [n, rows, r], `right` int8 [n, r, columns].
     """
 
     step: np.float32
@@ -63,13 +63,13 @@ class Product:
         # [n, r, columns], as whole float32 numbers
         weighted = self.right.astype(np.float32) * self.weights[:, :, None].astype(np.float32)
         times = np.float32(float(self.step) / float(step))
-        left = np.ascontiguousarray(self.left.transpose(0, 2, 1))  # [n, rows, r]
-        _add_product(left, weighted, times, start_elem, numbers)
+        _add_product(self.left, weighted, times, start_elem, numbers)
 
     def first(self, rank: int, factor: float = 1.0) -> Product:
         """The product of so many directions of each matrix, times a factor."""
-        some, step = slice(rank), np.float32(float(self.step) * factor)
-        return Product(step, self.weights[:, some], self.left[:, some], self.right[:, some])
+        step, left = np.float32(float(self.step) * factor), self.left[:, :, :rank]
+        right = self.right[:, :rank]
+        return Product(step, self.weights[:, :rank], np.ascontiguousarray(left), right)
 
     def largest(self) -> float:
         """A bound of all |δ̂|."""
@@ -92,7 +92,8 @@ def frames_of(rungs: Sequence[Product]) -> dict[Tier, bytes]:
     for tier, product in zip(FACTORED, rungs, strict=True):
         some, stop = slice(first, None), product.weights.shape[1]
         parts = [np.ascontiguousarray(product.weights[:, some], "<u4").view(np.uint8)]
-        parts += [_joined(factor[:, some]) for factor in (product.left, product.right)]
+        by_direction = product.left.transpose(0, 2, 1)
+        parts += [_joined(factor[:, some]) for factor in (by_direction, product.right)]
         whole = np.concatenate([p.reshape(len(p), -1) for p in parts], axis=1)
         step = np.array(product.step, "<f4").tobytes()
         frames[tier] = step + whole.tobytes() if stop > first else b""
@@ -121,7 +122,8 @@ def product_of(found: Sequence[Directions]) -> Product:
     scales = left_steps * right_steps  # [n, r]
     # Rounding may add one half to each weight.
     step = np.float32(scales.sum(axis=1).max() / (_MOST_WEIGHT - scales.shape[1]))
-    return Product(step, np.rint(scales / step).astype(np.uint32), left, right)
+    weights = np.rint(scales / step).astype(np.uint32)
+    return Product(step, weights, _by_row(left), right)
 
 
 def product_from(frames: Sequence[memoryview], shape: Sequence[int]) -> Product:
@@ -151,10 +153,15 @@ def product_from(frames: Sequence[memoryview], shape: Sequence[int]) -> Product:
     sums = whole.sum(axis=1, dtype=np.uint64)
     if not 0 < steps[-1] < _MOST_STEP or sums.max() > _MOST_WEIGHT:
         refuse("a step, and weights that float32 adds up exactly", "others")
-    all_left, all_right = np.concatenate(lefts, axis=1), np.concatenate(rights, axis=1)
+    all_left, all_right = _by_row(np.concatenate(lefts, axis=1)), np.concatenate(rights, axis=1)
     if min(all_left.min(), all_right.min()) < -_MOST:
         refuse(f"numbers of -{_MOST} to {_MOST}", "others")
     return Product(np.float32(steps[-1]), whole, all_left, all_right)
+
+
+def _by_row(left: I8Array) -> I8Array:
+    """A left factor [n, r, rows] as [n, rows, r]."""
+    return np.ascontiguousarray(left.transpose(0, 2, 1))
 
 
 def _to_integers(factors: F32Array) -> tuple[I8Array, F64Array]:

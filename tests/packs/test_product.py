@@ -35,14 +35,15 @@ def drawn(shape: tuple[int, int, int], rank: int, seed: int) -> Product:
     n, rows, columns = shape
     rng = np.random.default_rng(seed)
     weights = rng.integers(0, (1 << 24) // 49 // rank, (n, rank)).astype(np.uint32)
-    left, right = (rng.integers(-7, 8, (n, rank, size)).astype(np.int8) for size in (rows, columns))
+    sizes = (n, rows, rank), (n, rank, columns)
+    left, right = (rng.integers(-7, 8, size).astype(np.int8) for size in sizes)
     return Product(np.float32(1e-4), weights, left, right)
 
 
 def sums(p: Product) -> np.ndarray:
     """The whole numbers of all elements, int64."""
-    left = p.left.astype(np.int64) * p.weights[:, :, None].astype(np.int64)
-    found: np.ndarray = np.einsum("nkr,nkc->nrc", left, p.right.astype(np.int64)).reshape(-1)
+    left = p.left.astype(np.int64) * p.weights[:, None].astype(np.int64)
+    found: np.ndarray = np.einsum("nrk,nkc->nrc", left, p.right.astype(np.int64)).reshape(-1)
     return found
 
 
