@@ -39,7 +39,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 _READ_BYTES_PER_S = 1e9
 #: Seconds of one core to pack an element: both models read and compared, all tiers encoded, the
 #: exact ones decoded again, hashed and written.
-_ENCODE_ELEM_S = 25e-9
+_ENCODE_ELEM_S = 90e-9
 #: Chunks of an expert that are encoded: 12 MiB of bfloat16 of it and its base, 0.1 s of a core.
 _SAMPLES = 48
 

@@ -113,8 +113,17 @@ def encode_chunk(
     least = np.uint32(max(threshold_bits, 1))
     x20, x, left_out = encode_exact(expert, base, delta, least)
     residual_sq[TIERS.index("X20")] = left_out if left_out == left_out else math.inf
+    _drop_dear(coarse, residual_sq[_STEPPED], len(x20) + len(x))
     none = dict.fromkeys(FACTORED, b"")
     return EncodedChunk({**none, **coarse, "X20": x20, "X": x}, _rounded_up(residual_sq))
+
+
+def _drop_dear(frames: dict[Tier, bytes], residual_sq: F64Array, exact_nbytes: int) -> None:
+    """Leave out stepped tiers that take, with those before, as many bytes as exact levels."""
+    sizes = np.cumsum([len(frames[tier]) for tier in STEPPED])
+    dear = int(np.searchsorted(sizes, max(exact_nbytes, 1)))
+    residual_sq[dear:] = math.inf
+    frames.update(dict.fromkeys(STEPPED[dear:], b""))
 
 
 def decode_numbers(

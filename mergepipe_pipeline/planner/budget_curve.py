@@ -22,7 +22,7 @@ from mergepipe_pipeline.planner.selection import (
 from mergepipe_pipeline.planner.strategies import PACKS, STRATEGIES
 
 #: Shares of the expert bytes that a curve is drawn at.
-SHARES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, *(n / 10 for n in range(3, 11)))
+SHARES = (0.0, 0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, *(n / 10 for n in range(3, 11)))
 #: How far below its chord a curve has to hang for a knee, as a share of its height.
 _LEAST_BEND = 0.01
 

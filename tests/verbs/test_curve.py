@@ -121,7 +121,7 @@ def test_tables_and_records_hold_every_budget_and_strategy(
     found = curve(home, raw_of(recipe_text(extra="budget: 30%"))).curve
     headers, rows = rows_of(found)
     assert {*STRATEGIES} - {PACKS} <= set(headers)
-    assert [r[0] for r in rows] == [f"{100 * s:.0f} %" for s in SHARES]
+    assert [r[0] for r in rows] == [f"{round(100 * s, 2):g} %" for s in SHARES]
     assert [r[-1] for r in rows].count("knee") == (found.knee is not None)
     *points, chosen = records(found)
     assert len(points) == (len(STRATEGIES) - 1) * len(SHARES)
