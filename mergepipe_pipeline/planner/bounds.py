@@ -3,10 +3,10 @@
 The bound is on ‖W_plan − W_full‖₂ in exact arithmetic, before the cast on write, and always holds.
 Blocks are disjoint, so squares add over output blocks (the same elements of one merged tensor).
 
-What is read of a delta is δ̂, nothing, an approximation or δ itself. It has the sign of δ or is
-zero, and ‖δ − δ̂‖ = ‖r‖ is known, so that |δ̂| ≤ |δ| + |r|. A sum is off by the residuals of its
-deltas. A vote or a trim can turn out otherwise for elements that are approximated: of one expert at
-one place, at most the larger of δ and δ̂ is then missing or too much.
+What is read of a delta is δ̂, nothing, an approximation or δ itself. ‖δ − δ̂‖ = ‖r‖ is known, so
+that |δ̂| ≤ |δ| + |r|. A sum is off by the residuals of its deltas. A vote or a trim can turn out
+otherwise for elements that are approximated: of one expert at one place, at most the larger of δ
+and δ̂ is then missing or too much, or both where their signs differ, and then |δ| + |δ̂| = |r|.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ def _of_means(
 
     Where nothing is read the error is the full mean. Elsewhere it is the difference of two means:
     no more than the larger, or than that of means m and n of disjoint sets of deltas, for which
-    (m − n)² ≤ 2m² + 2n² ≤ 2Σx². All blocks of an expert together keep at most its `kept_sq_norm`,
+    (m − n)² ≤ 2m² + 2n² ≤ 2Σx². An expert can be in both if the signs of δ and δ̂ differ: then
+    δ² + δ̂² ≤ r². All blocks of an expert together keep at most its `kept_sq_norm`,
     which does not limit what is approximated.
     """
     is_part: Choice = np.any((leftover == 0) & (sq_norm > 0) | is_near, axis=1)  # [touched]
