@@ -10,6 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from mergepipe_pipeline.definitions import build_definitions
+from mergepipe_pipeline.planner.budget_curve import SHARES
 from mergepipe_pipeline.verbs.deploy import current_plan
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
@@ -63,7 +64,7 @@ def test_the_plan_shows_its_promises_its_curve_and_what_it_reads(
     )
     assert shown["error bound (L2)"] == pytest.approx(e.error_bound, rel=1e-3)
     assert shown["separate reads"] == e.reads
-    assert len(records_of(shown["budgets"])) == 15
+    assert len(records_of(shown["budgets"])) == len(SHARES)
     for name in ("loss by budget", "share read"):
         match = re.fullmatch(r"!\[.+\]\(data:image/png;base64,([\w+/=]+)\)", str(shown[name]))
         assert match
