@@ -38,7 +38,7 @@ _RMS_PER_UNIT = 9
 #: What factors give of an element is at most so many steps: with tiers L0 to L3 it fits in int16.
 STEPS_AT_MOST = 21_000
 _STEPS_PER_OCTAVE = 16
-#: Within these a unit, a 27th of it and its inverse lose no bits.
+#: Within these a unit, an 81st of it and its inverse lose no bits.
 _LEAST_UNIT, _LARGEST_UNIT = 2.0**-100, 2.0**100
 _ALIGN = 64
 #: Sums of float64 are off by less.

@@ -179,7 +179,7 @@ def spend(table: LevelTable, ranked: Ranked, constraints: Constraints, pinned: L
         if not left or not ranked.has_rungs:
             break
         more = _spent(table, ranked, constraints, pinned, budget_bytes + left)
-        if table.nbytes(more).sum() > constraints.budget_bytes:
+        if table.nbytes(more).sum() > constraints.budget_bytes or np.array_equal(more, levels):
             break
         levels, budget_bytes = more, budget_bytes + left
     return levels

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from mergepipe_pipeline.checkpoints.reader import Tally
 from mergepipe_pipeline.concurrency import threads
@@ -25,6 +24,7 @@ from mergepipe_pipeline.verbs.explain import level_shares
 from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
+from tests.lab.bench.bench_budget import distance
 from tests.support.stored import Stored, decode, encode, write
 
 SHAPES = {"a.weight": (400, 410), "b.weight": (3, 96, 130), "norm.weight": (400,)}
@@ -135,16 +135,6 @@ def test_a_small_budget_reads_directions_and_gives_the_same_bits_in_any_windows(
     assert 0.8 * error < told < 1.25 * error
     again = run_plan(warehouse, plan, options=WINDOWS, fresh=True)
     assert again.snapshot.snapshot_id == first.snapshot.snapshot_id
-
-
-def distance(a: Path, b: Path) -> float:
-    """‖A − B‖₂ of two models."""
-    one, other = (
-        {k: v for f in folder.glob("*.safetensors") for k, v in load_file(f).items()}
-        for folder in (a, b)
-    )
-    squares = [np.square(one[k].astype(np.float64) - other[k]).sum() for k in one]
-    return float(np.sqrt(sum(squares)))
 
 
 def test_factors_do_not_depend_on_threads_and_are_taken_over(
