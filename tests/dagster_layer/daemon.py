@@ -137,13 +137,13 @@ class Daemon:
 
     def kill_workers(self) -> int:
         """SIGKILL the processes that execute runs; how many there were."""
-        workers = [p for p in self.processes() if "spawn_main" in _command(p)]
+        workers = [p for p in self.processes() if "spawn_main" in command_of(p)]
         self._kill(workers)
         return len(workers)
 
     def kill_code_server(self) -> int:
         """SIGKILL the processes that serve definitions; how many there were."""
-        servers = [p for p in self.processes() if " grpc " in f"{_command(p)} "]
+        servers = [p for p in self.processes() if " grpc " in f"{command_of(p)} "]
         self._kill(servers)
         return len(servers)
 
@@ -283,7 +283,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _command(process: int) -> str:
+def command_of(process: int) -> str:
     try:
         return Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     except OSError:
