@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mergepipe_pipeline.catalog.views import View
     from mergepipe_pipeline.execution.packing import PackEstimate
     from mergepipe_pipeline.verbs.pack import Packed
+    from mergepipe_pipeline.verbs.runs import Steps
 
 
 _EXAMPLE = "select snapshot_id, version from snapshot_inputs where name = 'math'"
@@ -62,17 +63,28 @@ _DAMAGED: dict[str, Callable[[_Row], Any]] = {
 }
 #: Inputs that a line of the table has room for.
 _MOST_NAMES = 6
+_run_option = click.option(
+    "--run", "is_run", is_flag=True, help="Take the steps of a run, not the model beside them."
+)
 
 
 @click.command()
 @click.argument("path", type=click.Path())
 @click.option("--name", help="Name in the catalog (default: the folder's name).")
 @click.option("--base", help="Registered name or path of the base this expert was tuned from.")
+@_run_option
 @verb
-def register(console: Console, path: str, name: str | None, base: str | None) -> None:
-    """Make a checkpoint known by name, from its headers alone."""
-    from mergepipe_pipeline.verbs.register import register as run
+def register(console: Console, path: str, name: str | None, base: str | None, is_run: bool) -> None:
+    """Make a checkpoint known by name, from its headers alone.
 
+    Of a training run's folder, every whole checkpoint becomes known, as RUN.step-STEP.
+    """
+    from mergepipe_pipeline.verbs.register import register as run
+    from mergepipe_pipeline.verbs.runs import holds_run, register_run
+
+    if is_run or holds_run(path):
+        _show_steps(console, register_run(console.warehouse, path, name, base))
+        return
     r = run(console.warehouse, path, name, base)
     c = r.checkpoint
     console.warn(*c.ignored_warnings)
@@ -93,6 +105,15 @@ def register(console: Console, path: str, name: str | None, base: str | None) ->
         f"{size(c.nbytes)}"
         + (f", base {r.base}" if r.base else "")
         + (f", stored as {c.form.name}: merges only copy it" if c.form else ""),
+    )
+
+
+def _show_steps(console: Console, steps: Steps) -> None:
+    console.show(
+        asdict(steps),
+        *steps.new,
+        f"{counted(len(steps.new), 'step')} new, {len(steps.there)} there already",
+        *(f"left out: {folder} ({why})" for folder, why in steps.left_out),
     )
 
 
@@ -220,15 +241,23 @@ def _view_lines(name: str, view: View) -> tuple[str, ...]:
 @click.option("--name", help="Name in the inbox (default: the folder's name).")
 @click.option("--link", is_flag=True, help="Link the files instead of copying them.")
 @click.option("--tag", "tags", multiple=True, help="Give the name a tag; see `tag`.")
+@_run_option
 @download_options
 @verb
-def land(console: Console, path: str, name: str | None, link: bool, tags: tuple[str, ...]) -> None:
+def land(
+    console: Console, path: str, name: str | None, link: bool, tags: tuple[str, ...], is_run: bool
+) -> None:
     """Put a checkpoint into the inbox whole; it replaces an older version of its name.
 
-    PATH is a folder or an address, as hf://org/model.
+    PATH is a folder or an address, as hf://org/model. Of a training run's folder, every whole
+    checkpoint lands that is not there yet, as RUN.step-STEP.
     """
     from mergepipe_pipeline.verbs.land import land as run
+    from mergepipe_pipeline.verbs.runs import holds_run, land_run
 
+    if is_run or holds_run(path):
+        _show_steps(console, land_run(console.warehouse, path, name, link=link, tags=tags))
+        return
     done = run(console.warehouse, path, name, link=link, tags=tags, progress=console.progress)
     left_out = listed(done.left_out, 5)
     console.show(
