@@ -12,7 +12,9 @@ class Selector:
 
     `match` is a shell pattern of names, `tag` one that the expert has, `base` the name or path of
     the base that it was registered against, `min_version` the least version of its name. Names that
-    fit a pattern of `exclude` are left out. One of `match` and `tag` is given.
+    fit a pattern of `exclude` are left out. `run` is the training run whose checkpoints are meant,
+    of them those at steps that `every` divides, and of these the `last`. One of `match`, `tag` and
+    `run` is given.
     """
 
     match: str | None = None
@@ -20,22 +22,25 @@ class Selector:
     base: str | None = None
     min_version: int | None = None
     exclude: tuple[str, ...] = ()
+    run: str | None = None
+    last: int | None = None
+    every: int | None = None
 
     def __str__(self) -> str:
         """Say it as a person would: `match chat-*, base b`."""
-        criteria = (("match", self.match), ("tag", self.tag), ("base", self.base))
+        keys = ("run", "last", "every", "match", "tag", "base", "min_version")
+        criteria = ((key, getattr(self, key)) for key in keys)
         parts = [f"{key} {value}" for key, value in criteria if value is not None]
-        parts += [] if self.min_version is None else [f"min_version {self.min_version}"]
         parts += [f"exclude {', '.join(self.exclude)}"] if self.exclude else []
         return ", ".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """A selector's choice: `taken` are experts in the order of names, `left` (expert, why not).
+    """A selector's choice: `taken` are experts in order, `left` (expert, why not).
 
-    `place` is the selector's in the recipe, with its stage's name where the stage has one. An
-    expert of another name or tag is in neither.
+    The order is that of names, or of the steps of a run. `place` is the selector's in the recipe,
+    with its stage's name where the stage has one. An expert of another name or tag is in neither.
     """
 
     place: str

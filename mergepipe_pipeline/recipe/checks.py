@@ -15,7 +15,7 @@ from mergepipe_pipeline.domain.recipe import ModelRef, TensorRecipe
 from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.dtypes import FLOATING, TORCH_NAME, itemsize
 from mergepipe_pipeline.recipe.parameters import SHARES, Setting, as_bool
-from mergepipe_pipeline.recipe.problems import KeyPath, Problems, shown, shown_path, suggest
+from mergepipe_pipeline.recipe.problems import KeyPath, Lines, Problems, shown, shown_path, suggest
 from mergepipe_pipeline.recipe.schema import PARAMETER_NAMES
 from mergepipe_pipeline.recipe.structure import Level, Module, ParsedRecipe, Slice
 
@@ -64,6 +64,14 @@ def check_parameters(
                     f"; it has {', '.join(parameters) or 'none'}",
                 )
     return warnings
+
+
+def check_windows(schema: OperatorSchema, lines: Lines, problems: Problems) -> None:
+    """Add a problem for each `weights:` of a selector whose method weighs no models."""
+    if all(parameter.name != "weight" for parameter in schema.parameters):
+        for path in (path for path in lines if path[-3:-2] == ("models",)):
+            if path[-1] == "weights":
+                problems.add(path, f"`{schema.name}` weighs no models; `linear` does")
 
 
 def _check_place(parameter: Parameter, path: KeyPath, per_model: bool, problems: Problems) -> None:

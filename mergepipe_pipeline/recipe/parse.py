@@ -21,12 +21,13 @@ from mergepipe_pipeline.recipe.checks import (
     check_base,
     check_parameters,
     check_slices,
+    check_windows,
     find_method,
     joined_base,
     recipe_warnings,
 )
 from mergepipe_pipeline.recipe.evaluate import read_evaluate, read_gate
-from mergepipe_pipeline.recipe.problems import KeyPath, Problems, recipe_error, shown
+from mergepipe_pipeline.recipe.problems import KeyPath, Lines, Problems, recipe_error, shown
 from mergepipe_pipeline.recipe.references import UnreadableReference, parse_reference
 from mergepipe_pipeline.recipe.resolve_tensors import resolve_recipe
 from mergepipe_pipeline.recipe.schema import DEFAULT_SCHEDULE, RecipeYaml, ref_problem, validate
@@ -121,7 +122,7 @@ def _parse(
     models = Models()
     listed, level = read_structure(value, models, problems, warnings, choice)
     base, evaluate = _base(value, models, listed), value.get("evaluate")
-    schema = _method(value, listed, level, methods, problems, warnings)
+    schema = _method(value, listed, level, methods, document.lines, problems, warnings)
     modules = with_joined_base(listed, level, base, schema) if schema else listed
     of_keys = partial(
         ParsedRecipe,
@@ -172,6 +173,7 @@ def _method(
     modules: tuple[Module, ...],
     level: Level,
     methods: Methods,
+    lines: Lines,
     problems: Problems,
     warnings: list[str],
 ) -> OperatorSchema | None:
@@ -180,6 +182,7 @@ def _method(
     schema = find_method(method, methods, problems) if isinstance(method, str) else None
     if schema is not None:
         warnings += check_parameters(schema, methods, levels(modules, level), problems)
+        check_windows(schema, lines, problems)
         # A wrong base is not a missing one, and was reported already.
         if value.get("base_model") is None:
             check_base(schema, modules, problems)

@@ -33,6 +33,7 @@ from mergepipe_pipeline.recipe.problems import (
 )
 from mergepipe_pipeline.recipe.selectors import NARROWING, SELECTING
 from mergepipe_pipeline.recipe.structure import layer_range
+from mergepipe_pipeline.recipe.windows import SCHEDULES
 
 #: The schedule of a recipe that asks for nights and names no time.
 DEFAULT_SCHEDULE = "0 3 * * *"
@@ -46,6 +47,8 @@ STRATEGIES = ("full", "magnitude", "packs")
 PARAMETER_NAMES = frozenset(
     ("weight", "density", "normalize", "rescale", "lambda", "int8_mask", "t", "gamma", "epsilon")
 ) | {"scale", "filter_wise", "select_topk", "max_iter", "tol", "normalize_weights", "variant"}
+_OF_STEPS = ("last", "every", "weights")
+_ONE_OF = "`match:`, `tag:` or `run:`"
 CONTENTS = ("models", "slices", "modules")
 
 
@@ -129,6 +132,13 @@ Ref = Annotated[str, AfterValidator(_ref)]
 Text = Annotated[str, AfterValidator(_text)]
 
 
+class WeightsYaml(Keys):
+    """The `weights:` of a selector: how they run over the steps of a run."""
+
+    schedule: Annotated[str, AfterValidator(lambda value: _one_of(value, SCHEDULES))]
+    decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+
+
 class ModelYaml(Keys):
     """One entry of `models:`: a model, or a selector of experts (`_check_entries`)."""
 
@@ -139,6 +149,10 @@ class ModelYaml(Keys):
     base: Text | None = None
     min_version: Annotated[int, Field(ge=1)] | None = None
     exclude: list[Text] | None = None
+    run: Text | None = None
+    last: Annotated[int, Field(ge=1)] | None = None
+    every: Annotated[int, Field(ge=1)] | None = None
+    weights: WeightsYaml | None = None
 
 
 class SourceYaml(Keys):
@@ -270,14 +284,36 @@ def _check_entries(value: Mapping[str, object], path: KeyPath, problems: Problem
                 (*entry_path, selecting[0]), "give either `model:` or a selector, not both"
             )
         elif selecting and not set(selecting) & set(SELECTING):
-            problems.add((*entry_path, selecting[0]), "a selector needs `match:` or `tag:`")
+            problems.add((*entry_path, selecting[0]), f"a selector needs {_ONE_OF}")
         elif entry.get("model") is None and not (
             selecting or _is_misspelt((*entry_path, "model"), entry, problems)
         ):
             problems.add(
                 (*entry_path, "model"),
-                "this key is required and missing; `match:` or `tag:` may replace it",
+                f"this key is required and missing; {_ONE_OF} may replace it",
             )
+        elif entry.get("run") is None:
+            for key in (k for k in _OF_STEPS if entry.get(k) is not None):
+                problems.add((*entry_path, key), "only the checkpoints of a `run:` have steps")
+        else:
+            _check_weights(entry, entry_path, problems)
+
+
+def _check_weights(entry: Mapping[str, object], path: KeyPath, problems: Problems) -> None:
+    """Add a problem where `weights:` and another key do not go together."""
+    weights, parameters = entry.get("weights"), entry.get("parameters")
+    if not isinstance(weights, dict):
+        return
+    if isinstance(parameters, dict) and parameters.get("weight") is not None:
+        problems.add((*path, "weights"), "give either `weights:` or a `weight` of each, not both")
+    is_exponential, decay = weights.get("schedule") == "exponential", weights.get("decay")
+    if is_exponential and decay is None:
+        problems.add(
+            (*path, "weights", "decay"),
+            "an exponential schedule needs it: the part of the mean that each step keeps, as 0.9",
+        )
+    elif decay is not None and not is_exponential:
+        problems.add((*path, "weights", "decay"), "only an exponential schedule has a decay")
 
 
 def known_strategy(name: str, where: str) -> str:

@@ -10,9 +10,11 @@ from fnmatch import fnmatchcase
 from typing import Protocol
 
 from mergepipe_pipeline.domain.selector import Selected, Selector
+from mergepipe_pipeline.domain.training_run import run_of, step_of
 
 #: The keys of an entry that make it a selector, and those that narrow it.
-SELECTING, NARROWING = ("match", "tag"), ("base", "min_version", "exclude")
+SELECTING = ("match", "tag", "run")
+NARROWING = ("base", "min_version", "exclude", "last", "every")
 
 
 class NothingSelectedError(ValueError):
@@ -57,11 +59,13 @@ def read_selector(entry: Mapping[str, object]) -> Selector | None:
     texts = {k: v for k in (*SELECTING, "base") if isinstance(v := entry.get(k), str) and v.strip()}
     if not texts.keys() & set(SELECTING) or entry.get("model") is not None:
         return None
-    least, exclude = entry.get("min_version"), entry.get("exclude")
+    least, last, every, exclude = map(entry.get, ("min_version", "last", "every", "exclude"))
     patterns = exclude if isinstance(exclude, list) else []
     return Selector(
         **texts,
         min_version=least if isinstance(least, int) else None,
+        last=last if isinstance(last, int) and last > 0 else None,
+        every=every if isinstance(every, int) and every > 0 else None,
         exclude=tuple(p for p in patterns if isinstance(p, str)),
     )
 
@@ -72,6 +76,8 @@ def fits(selector: Selector, name: str, tags_of: Callable[[str], frozenset[str]]
     `tags_of` is asked only where it matters.
     """
     is_called_so = selector.match is None or fnmatchcase(name, selector.match)
+    if selector.run is not None and run_of(name) != selector.run:
+        return False
     return is_called_so and (selector.tag is None or selector.tag in tags_of(name))
 
 
@@ -80,6 +86,7 @@ def would_take(selector: Selector, name: str, tags_of: Callable[[str], frozenset
     return (
         fits(selector, name, tags_of)
         and not excluded(selector, name)
+        and not off_step(selector, name)
         and selector.base is None
         and (selector.min_version or 1) == 1
     )
@@ -88,3 +95,18 @@ def would_take(selector: Selector, name: str, tags_of: Callable[[str], frozenset
 def excluded(selector: Selector, name: str) -> str | None:
     """The pattern of `exclude:` that a name fits, or None."""
     return next((p for p in selector.exclude if fnmatchcase(name, p)), None)
+
+
+def off_step(selector: Selector, name: str) -> str | None:
+    """Why a selector does not take a run's checkpoint at this step; None if it may.
+
+    One that names no run takes none: steps between are no experts of their own.
+    """
+    run = run_of(name)
+    if run is None:
+        return None
+    if selector.run is None:
+        return f"it is a step of a run, which `run: {run}` takes"
+    if step_of(name) % (selector.every or 1):
+        return f"{selector.every} does not divide its step"
+    return None

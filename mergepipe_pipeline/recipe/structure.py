@@ -27,6 +27,7 @@ from mergepipe_pipeline.recipe.selectors import (
     nobody,
     read_selector,
 )
+from mergepipe_pipeline.recipe.windows import weights_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +226,7 @@ class _Outliner:
                 continue
             self.choice.selected.append(chosen)
             reserved |= dict.fromkeys(chosen.taken, f"{place} takes it")
-            entries += [(i, {**item, "model": name}) for name in chosen.taken]
+            entries += [(i, of_one) for of_one in _of_each(item, chosen.taken)]
         return entries
 
     def _entries(
@@ -257,6 +258,17 @@ class _Outliner:
     def _level(self, value: Mapping[str, object], path: KeyPath) -> Level:
         raw, here = value.get("parameters"), (*path, "parameters")
         return Level(path, parse_settings(raw, here, self.problems, self.warnings))
+
+
+def _of_each(item: Mapping[str, object], taken: Sequence[str]) -> Iterator[dict[str, object]]:
+    """The entry of each model that a selector takes, as if the recipe had one for each."""
+    weights, parameters = weights_of(item, len(taken)), item.get("parameters")
+    for k, name in enumerate(taken):
+        entry = {**item, "model": name}
+        if weights is not None:
+            given = parameters if isinstance(parameters, dict) else {}
+            entry["parameters"] = {**given, "weight": weights[k]}
+        yield entry
 
 
 def _names(reference: object, why: str) -> dict[str, str]:

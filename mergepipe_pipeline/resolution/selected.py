@@ -16,11 +16,12 @@ from pathlib import Path
 
 from mergepipe_pipeline.domain.selector import Selected, Selector
 from mergepipe_pipeline.domain.snapshot import MANIFEST
+from mergepipe_pipeline.domain.training_run import run_of, step_of
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.facts.quarantine import quarantine_of
 from mergepipe_pipeline.recipe.problems import shown, suggest
 from mergepipe_pipeline.recipe.references import UnreadableReference, parse_reference
-from mergepipe_pipeline.recipe.selectors import NothingSelectedError, excluded, fits
+from mergepipe_pipeline.recipe.selectors import NothingSelectedError, excluded, fits, off_step
 from mergepipe_pipeline.recipe.yaml_text import MAX_NBYTES, read_documents
 from mergepipe_pipeline.resolution.locate import expanded, expected_place, has_left
 from mergepipe_pipeline.snapshots.find import read_manifest
@@ -53,7 +54,10 @@ class Registered:
         self._warehouse, self._folder = warehouse, folder
 
     def __call__(self, place: str, selector: Selector, reserved: Mapping[str, str]) -> Selected:
-        """Return what a selector takes, in the order of names. Raises NothingSelectedError."""
+        """Return what a selector takes, in the order of names, of a run in that of its steps.
+
+        Raises NothingSelectedError.
+        """
         kept_out = {self._name_of(text): why for text, why in reserved.items()}
         taken: list[str] = []
         omitted: list[tuple[str, str]] = []
@@ -67,6 +71,11 @@ class Registered:
                 taken.append(name)
             else:
                 omitted.append((name, why))
+        if selector.run is not None:
+            taken.sort(key=step_of)
+        if selector.last is not None:
+            older, taken = taken[: -selector.last], taken[-selector.last :]
+            omitted += [(name, f"it is not of the last {selector.last}") for name in older]
         if not taken:
             raise NothingSelectedError(self._why_nothing(selector, omitted))
         return Selected(place, selector, tuple(taken), tuple(omitted))
@@ -110,7 +119,7 @@ class Registered:
             return f"its base is {expert.base or 'not registered'}"
         if selector.min_version is not None and expert.version < selector.min_version:
             return f"it is at version {expert.version}"
-        return None
+        return off_step(selector, expert.name)
 
     def _why_never(self, expert: _Expert) -> str | None:
         """Why no selector takes an expert."""
@@ -130,6 +139,10 @@ class Registered:
             reasons = [f"{name} ({why})" for name, why in omitted]
             return f"all that it fits are left out: {_listed(reasons)}"
         names, match = list(self._experts), selector.match
+        runs = sorted({run for name in names if (run := run_of(name))})
+        if selector.run is not None and selector.run not in runs:
+            said = f"no registered name is a step of {shown(selector.run)}"
+            return f"{said}{suggest(selector.run, runs)}; runs are {_listed(runs)}"
         by_name = [n for n in names if match is None or fnmatchcase(n, match)]
         if not by_name:
             near = suggest(match or "", names)

@@ -111,9 +111,9 @@ models:
 """
     assert [p.split("; known")[0] for p in problems_of(text)] == [
         "line 4, models[0].match: give either `model:` or a selector, not both",
-        "line 5, models[1].base: a selector needs `match:` or `tag:`",
-        "line 6, models[2].model: this key is required and missing; `match:` or `tag:` may "
-        "replace it",
+        "line 5, models[1].base: a selector needs `match:`, `tag:` or `run:`",
+        "line 6, models[2].model: this key is required and missing; `match:`, `tag:` or `run:` "
+        "may replace it",
         "line 7, models[3].min_version: expected greater than or equal to 1, found 0",
         "line 8, models[4].match: expected a text, found ''",
         "line 8, models[4].exclude: expected a valid list, found 'chat'",
