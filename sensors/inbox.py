@@ -16,6 +16,7 @@ from mergepipe_pipeline.assets.metadata import description
 from mergepipe_pipeline.deploy.arrivals import ask
 from mergepipe_pipeline.deploy.inbox import InboxEntry, Patience, scan_inbox
 from mergepipe_pipeline.deploy.recorded import gone_inputs
+from mergepipe_pipeline.deploy.runs import link_steps
 from mergepipe_pipeline.deploy.standing import first_steps
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.sensors.ticks import (
@@ -71,6 +72,7 @@ def _tick(
     instance = ours.instance
     patience = Patience(mergepipe.inbox_quiet_s, mergepipe.inbox_retry_s, mergepipe.packs)
     busy = under_way(ours)
+    link_steps(warehouse)
     landed = scan_inbox(warehouse, patience, busy, MAX_RUNS * MAX_EXPERTS)
     ready = [x for x in landed if x.is_ready]
     known = set(instance.get_dynamic_partitions(experts.name or ""))

@@ -73,6 +73,7 @@ LONG = (
     "dagster_layer/test_release.py",
     "dagster_layer/test_reload.py",
     "dagster_layer/test_retention.py",
+    "dagster_layer/test_runs.py",
     "dagster_layer/test_searches.py",
     "dagster_layer/test_selectors.py",
     "dagster_layer/test_turns.py",

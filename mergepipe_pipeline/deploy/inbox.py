@@ -36,6 +36,7 @@ from mergepipe_pipeline.deploy.arrivals import (
     weights,
 )
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, bases_read, names_read
+from mergepipe_pipeline.deploy.runs import run_problem
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.domain.bounds import NAME, NAME_FORM
 from mergepipe_pipeline.domain.recipe import Budget
@@ -204,13 +205,17 @@ def _is_coming(warehouse: Warehouse, folder: Path) -> bool:
 
 
 def _watched(warehouse: Warehouse) -> Iterator[Path]:
-    """The folders of the inbox but those of experts whose weight files are offline."""
+    """The folders of the inbox but runs, and experts whose weight files are offline."""
     offline = {os.path.realpath(root) for root in warehouse.offline.roots()}
     with os.scandir(warehouse.inbox) as entries:
         for entry in entries:
             is_offline = offline and os.path.realpath(entry.path) in offline
-            if entry.name[0] not in "._" and _is_folder(entry) and not is_offline:
-                yield Path(entry.path)
+            if entry.name[0] in "._" or not _is_folder(entry) or is_offline:
+                continue
+            with suppress(OSError):
+                if run_problem(warehouse, entry.name) == "":
+                    continue
+            yield Path(entry.path)
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
@@ -238,6 +243,8 @@ def _landed(
     try:
         found = found_at(warehouse, name, folder)
         token, known = found.token, found.known
+        if problem := run_problem(warehouse, key):
+            return InboxEntry(name, token, problem, fault=problem)
         # What the catalog has lost is found again as it was found first.
         if found.is_indexed and warehouse.catalog.has_content(name, digested):
             return InboxEntry(name, token, None, is_indexed=True)

@@ -240,6 +240,14 @@ def link_file(source: str | Path, target: str | Path) -> None:
             _copy_bytes(source, target)
 
 
+def link_path(target: str | Path, link: str | Path) -> None:
+    """Make `link` lead to `target`; what has its name already stays."""
+    _step("symlink")
+    with full_disk_named(Path(link)), suppress(FileExistsError):
+        os.symlink(target, link)
+        _fsync_dir(Path(link).parent)
+
+
 def copy_file(source: str | Path, target: str | Path) -> None:
     """An independent copy; the kernel shares or copies the blocks where it can."""
     with full_disk_named(Path(target)):
