@@ -1,8 +1,9 @@
 """Writes the small models of the examples: `python docs/examples/make_models.py [FOLDER]`.
 
-FOLDER (default: `models`) gets a base, two full experts and a LoRA adapter with random weights, two
-megabytes each. They are Llama models in shape, so that every command treats them as real ones; they
-answer nothing. The script needs torch alone, as `pip install .` brings it.
+FOLDER (default: `models`) gets a base, two full experts, a LoRA adapter and a training run of three
+checkpoints with random weights, two megabytes each. They are Llama models in shape, so that every
+command treats them as real ones; they answer nothing. The script needs torch alone, as
+`pip install .` brings it.
 """
 
 from __future__ import annotations
@@ -105,6 +106,9 @@ def main(folder: Path) -> None:
             weights[name] = weight + size * torch.randn(weight.shape, generator=noise)
         write_model(folder / expert, weights)
     write_adapter(folder / "adapters" / "style", noise)
+    for step in (500, 1000, 2000):
+        weights = {n: w + 5e-4 * torch.randn(w.shape, generator=noise) for n, w in base.items()}
+        write_model(folder / "run" / f"checkpoint-{step}", weights)
 
 
 if __name__ == "__main__":
