@@ -16,6 +16,9 @@ _ADDRESS = re.compile(
 #: Host and port, or a name with a revision.
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^:]*)(:[0-9]*)?[.,:;)]*")
 
+#: What names of tensors begin with, in the address of a training run's checkpoint on this machine.
+_PREFIX = re.compile(r"(\?prefix=[A-Za-z0-9_.-]*)?[.,:;)]*")
+
 
 def discreet(text: str) -> str:
     """Text for people and records: addresses in it without user, password and query.
@@ -27,6 +30,8 @@ def discreet(text: str) -> str:
 
 def _without_secrets(match: re.Match[str]) -> str:
     scheme, place, query = match["scheme"], match["place"], match["query"]
+    if scheme.startswith("dcp:") and "@" not in place and _PREFIX.fullmatch(query):
+        return match[0]
     first, slash, rest = place.partition("/")
     user, sign, host = first.rpartition("@")
     if sign and (not scheme.startswith("hf:") or ":" in user):  # hf://model@revision

@@ -1,9 +1,10 @@
 """Opens a checkpoint by its headers: which tensors, where, and whether it is whole.
 
-Full checkpoints (one file or shards), PEFT adapters (adapter_config.json beside
-adapter_model.safetensors) and delta checkpoints (as full ones, with `"mergepipe": "delta"` in the
-metadata of every file's header). Nothing is ever unpickled: other formats get an error that says
-how to convert. `adapter` interprets an adapter's config.
+Full checkpoints (one file or shards, or a step of a training run, as `training_run` reads it), PEFT
+adapters (adapter_config.json beside adapter_model.safetensors) and delta checkpoints (as full ones,
+with `"mergepipe": "delta"` in the metadata of every file's header). Nothing that a file names is
+ever run: pickled weights get an error that says how to convert. `adapter` interprets an adapter's
+config.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from dataclasses import replace
 
 from mergepipe_pipeline.checkpoints.adapter_config import CONFIG as ADAPTER_CONFIG
 from mergepipe_pipeline.checkpoints.adapter_config import KIND as ADAPTER_CONFIG_KIND
+from mergepipe_pipeline.checkpoints.dcp import METADATA
 from mergepipe_pipeline.checkpoints.header import LENGTH_NBYTES, header_nbytes, parse_header
+from mergepipe_pipeline.checkpoints.training_run import TrainingRun, refuse_run
 from mergepipe_pipeline.digest import sha256_hex
 from mergepipe_pipeline.domain.checkpoint import (
     Checkpoint,
@@ -58,23 +61,13 @@ def open_checkpoint(uri: str, name: str, *, probes: bool = True) -> Checkpoint:
     _refuse_what_is_not_there(uri)
     with open_source(uri, "exact") as source:
         present = source.list()
-        adapter_config = _adapter_config(source, present, uri)
-        weight_map = {} if adapter_config else _weight_map(source, present, uri)
-        if adapter_config:
-            files = [ADAPTER_WEIGHTS]
+        adapter_config = None
+        if isinstance(source, TrainingRun):
+            entries, tensors, kind = _run_weights(source, uri, probes=probes)
         else:
-            files = sorted(set(weight_map.values())) or _weight_files(present, uri)
-            _refuse_a_part(files, present, uri, INDEX if weight_map else None)
-        entries: list[FileEntry] = []
-        tensors: list[TensorEntry] = []
-        marks: dict[str, str | None] = {}
-        for file in files:
-            entry, file_tensors, metadata = _read_header(source, file, uri, probes=probes)
-            entries.append(entry)
-            marks[file] = metadata.get(KIND_KEY)
-            tensors += file_tensors
-        _check_names(tensors, weight_map, uri)
-        kind = "adapter" if adapter_config else _full_or_delta(marks, uri)
+            adapter_config = _adapter_config(source, present, uri)
+            is_adapter = adapter_config is not None
+            entries, tensors, kind = _weights(source, present, uri, is_adapter, probes=probes)
         if kind != "adapter":
             tensors = _plainly_named(tensors, uri)
         if not tensors:
@@ -84,6 +77,7 @@ def open_checkpoint(uri: str, name: str, *, probes: bool = True) -> Checkpoint:
         if CONFIG in side_files(source, uri):
             config = _json_text(source, CONFIG, uri)
             load_object(config, f"{uri}, {CONFIG}", "A model's config")
+    files = {e.path for e in entries}
     ignored = sorted(text_of(f) for f in present if f.endswith(_WEIGHTS) and f not in files)
     return Checkpoint(
         name,
@@ -95,6 +89,39 @@ def open_checkpoint(uri: str, name: str, *, probes: bool = True) -> Checkpoint:
         adapter_config,
         ignored_files=tuple(ignored),
     )
+
+
+def _weights(
+    source: CheckpointSource, present: list[str], uri: str, is_adapter: bool, *, probes: bool
+) -> tuple[list[FileEntry], list[TensorEntry], CheckpointKind]:
+    """The weight files with what is in them, by their headers."""
+    weight_map = {} if is_adapter else _weight_map(source, present, uri)
+    if is_adapter:
+        files = [ADAPTER_WEIGHTS]
+    else:
+        files = sorted(set(weight_map.values())) or _weight_files(present, uri)
+        _refuse_a_part(files, present, uri, INDEX if weight_map else None)
+    entries: list[FileEntry] = []
+    tensors: list[TensorEntry] = []
+    marks: dict[str, str | None] = {}
+    for file in files:
+        entry, file_tensors, metadata = _read_header(source, file, uri, probes=probes)
+        entries.append(entry)
+        marks[file] = metadata.get(KIND_KEY)
+        tensors += file_tensors
+    _check_names(tensors, weight_map, uri)
+    return entries, tensors, "adapter" if is_adapter else _full_or_delta(marks, uri)
+
+
+def _run_weights(
+    source: TrainingRun, uri: str, *, probes: bool
+) -> tuple[list[FileEntry], list[TensorEntry], CheckpointKind]:
+    """The files of a training run's step that hold its model, with what is in them."""
+    tensors = list(source.layout.tensors)
+    _check_names(tensors, {}, uri)
+    probe = _probe(source, tensors) if probes else ""
+    entries = [source.entry(METADATA, probe), *map(source.entry, source.layout.files)]
+    return entries, tensors, "full"
 
 
 def model_files(source: CheckpointSource, checkpoint: Checkpoint) -> dict[str, int]:
@@ -217,6 +244,7 @@ def _weight_files(present: list[str], uri: str) -> list[str]:
             )
     if files:
         return files
+    refuse_run(present, uri)
     pickles = [f for f in present if f.endswith(_PICKLES)]
     if pickles:
         raise pickled(pickles, "*.safetensors", uri)
@@ -308,11 +336,14 @@ def _read_header(
     except CheckpointError as error:
         error.where = f"{uri}, {error.where}"
         raise
-    # The server's own tag tells a file at an address from others.
-    is_probed = probes and not isinstance(source, FetchedAhead)
-    probe = sha256_hex(_samples(source, tensors)) if is_probed else ""
+    probe = _probe(source, tensors) if probes else ""
     entry = FileEntry(file, nbytes, source.mtime_ns(file), sha256_hex(raw), probe)
     return entry, tensors, metadata
+
+
+def _probe(source: CheckpointSource, tensors: list[TensorEntry]) -> str:
+    """The digest of some bytes; of a file at an address its server's own tag tells it."""
+    return "" if isinstance(source, FetchedAhead) else sha256_hex(_samples(source, tensors))
 
 
 def _samples(source: CheckpointSource, tensors: list[TensorEntry]) -> bytes:

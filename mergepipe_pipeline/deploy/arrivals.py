@@ -38,7 +38,7 @@ from mergepipe_pipeline.storage.locks import locked
 from mergepipe_pipeline.storage.regular import text_of
 from mergepipe_pipeline.warehouse import Warehouse
 
-_WEIGHTS = ".safetensors"
+_WEIGHTS = (".safetensors", ".distcp")
 #: Failures of one content after which it is asked for no more. Those of the surroundings, and runs
 #: that were killed, are none: they say nothing about the expert.
 MAX_FAILURES = MOST_ATTEMPTS

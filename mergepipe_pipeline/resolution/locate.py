@@ -16,6 +16,7 @@ from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Catalog, Registration
 from mergepipe_pipeline.checkpoints.open_checkpoint import is_complete, open_checkpoint
+from mergepipe_pipeline.checkpoints.training_run import parse_run, run_root
 from mergepipe_pipeline.digest import sha256_hex
 from mergepipe_pipeline.domain.bounds import NAME
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
@@ -85,20 +86,24 @@ class Places:
         """The checkpoint that a model text means, as its files are now; writes nothing.
 
         A registered name wins over a path. A path may be absolute, below a named root
-        (`models:chat`), relative to the working directory or to `folder`, or an address
-        (`hf://org/model`, `s3://bucket/prefix`). A hub name (`org/model`) is looked up in the local
-        Hugging Face cache, then at the hub. `revision` picks a version of a registered name, or a
-        commit of the hub. Raises CheckpointError when nothing fits, RemoteError for what cannot be
-        reached, CheckpointChangedError for a revision whose files were replaced.
+        (`models:chat`), relative to the working directory or to `folder`, `dcp://PATH?prefix=NAMES`
+        of a training run, or an address (`hf://org/model`, `s3://bucket/prefix`). A hub name
+        (`org/model`) is looked up in the local Hugging Face cache, then at the hub. `revision`
+        picks a version of a registered name, or a commit of the hub. Raises CheckpointError when
+        nothing fits, RemoteError for what cannot be reached, CheckpointChangedError for a revision
+        whose files were replaced.
         """
         roots = self.warehouse.roots
         if text in self.warehouse.catalog:
             return self._registered(text, revision)
         if is_address(text):
             return self._at_address(parse_address(text, revision))
-        place = roots.here(text) if roots.means(text) else text
+        plain, query = parse_run(text)
+        place = roots.here(plain) if roots.means(plain) else plain
         for path in filter(os.path.exists, self._paths(place)):
-            checkpoint = self._opened(path.resolve())
+            folder = path.resolve()
+            root = run_root(folder, query) if query else folder
+            checkpoint = self._opened(root, folder.name if query else None)
             _refuse_revision(checkpoint, revision)
             return checkpoint
         if why_unmounted(place):

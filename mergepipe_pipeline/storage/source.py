@@ -334,6 +334,19 @@ class LocalSource(CheckpointSource):
 
 def open_source(uri: str, reading: Reading = "ahead") -> CheckpointSource:
     """The source for a path or URI. Raises CheckpointError for an unknown scheme."""
+    files = open_folder(uri, reading)
+    for name, read_as in FORMS.items():
+        if "://" not in uri:
+            is_there = os.path.exists(os.path.join(uri, name))
+        else:
+            is_there = isinstance(files, FetchedAhead) and name in files.list()
+        if is_there:
+            return read_as(files, uri)
+    return files
+
+
+def open_folder(uri: str, reading: Reading) -> CheckpointSource:
+    """The files at a path or URI, whatever form they have; raises as `open_source`."""
     scheme, separator, _ = uri.partition("://")
     if not separator:
         return LocalSource(uri, reading)
@@ -352,6 +365,8 @@ def open_source(uri: str, reading: Reading = "ahead") -> CheckpointSource:
 
 #: What opens the rest of an address; `contents` adds that of checkpoints that are away.
 SCHEMES: dict[str, Callable[[str, Reading], CheckpointSource]] = {"file": LocalSource}
+#: What reads a folder that holds a file of this name, from the folder's files and its path or URI.
+FORMS: dict[str, Callable[[CheckpointSource, str], CheckpointSource]] = {}
 
 
 #: Threads that may hold files at the same time, for none of which another one is closed.

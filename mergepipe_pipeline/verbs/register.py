@@ -12,6 +12,7 @@ from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Registration
 from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
+from mergepipe_pipeline.checkpoints.training_run import is_run
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.errors import CheckpointError, MergePipeError, NotFoundError
 from mergepipe_pipeline.facts.contents import Contents, content_of
@@ -36,7 +37,7 @@ def register(
     if base is not None:
         base = locate_registered(warehouse, base).name
     by_link = None
-    if is_address(str(path)):
+    if is_address(str(path)) or is_run(str(path)):
         found = Places(warehouse).locate(str(path))
         checkpoint = replace(found, name=name or found.name)
     else:
