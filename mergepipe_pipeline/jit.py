@@ -23,7 +23,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 _PACKAGE = Path(__file__).parent
 #: Where kernels are.
-KERNELS = ("analysis", "operators/kernels", "packs", "planner", "storage")
+KERNELS = ("analysis", "checkpoints", "operators/kernels", "packs", "planner", "storage")
 _IMPORT = re.compile(r"^from mergepipe_pipeline\.(\S+) import (.*)$", re.MULTILINE)
 
 

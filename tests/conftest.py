@@ -81,6 +81,7 @@ LONG = (
     "docs/test_examples.py",
     "drawn",
     "execution/test_card_facts.py",
+    "execution/test_decoded.py",
     "execution/test_huge_deltas.py",
     "execution/test_operators.py",
     "facts/test_measured_before.py",

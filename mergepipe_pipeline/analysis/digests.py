@@ -12,7 +12,7 @@ from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.digest import segment_digests
 from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.domain.segments import COARSE_ELEMS, KnownSegments, Segments
-from mergepipe_pipeline.domain.view import TensorView, view_of
+from mergepipe_pipeline.domain.view import TensorView, parts_of, view_of_part
 from mergepipe_pipeline.dtypes import itemsize
 
 #: A multiple of all segments.
@@ -56,7 +56,7 @@ def digest_view(
     segment_elems: int,
     known: KnownSegments,
 ) -> Segments:
-    """The digests of a view's own segments: its runs put stored elements in another order.
+    """The digests of a view's own segments: its stored elements in another order, or decoded.
 
     Afterwards the stored tensors are read again and verified against `known` segments, which
     shows any earlier change. `checkpoints` are by source number. Raises CorruptionError,
@@ -68,8 +68,8 @@ def digest_view(
             segment_digests(raw, segment_elems * itemsize(view.dtype))
             for raw in _windows(readers, view, None)
         )
-        for part in view.stored:
-            whole = view_of(part.entry, part.source)
+        for part in parts_of(view):
+            whole = view_of_part(part, part.entry.name)
             verifier = Verifier(whole, known.of_part(part))
             for _ in _windows(readers, whole, verifier.check):
                 pass

@@ -21,7 +21,8 @@ import numpy as np
 from mergepipe_pipeline.checkpoints.stored import Readers, Verifier, as_float32, read_stored
 from mergepipe_pipeline.concurrency.threads import single_threaded_torch
 from mergepipe_pipeline.domain.segments import KnownSegments
-from mergepipe_pipeline.domain.view import LowRank, Part, RowValues, Update, view_of
+from mergepipe_pipeline.domain.view import LowRank, Part, RowValues, Update, view_of_part
+from mergepipe_pipeline.dtypes import itemsize
 
 if TYPE_CHECKING:
     import torch
@@ -239,25 +240,24 @@ class _Stored:
 
     def read(self, part: Part) -> torch.Tensor:
         """The whole tensor."""
-        ((_, values),) = self._tiles(part, max(1, part.entry.numel))
-        return values.view(part.entry.shape)
+        ((_, values),) = self._tiles(part, max(1, part.numel))
+        return values.view(part.shape)
 
     def row_tiles(self, part: Part) -> Iterator[tuple[int, torch.Tensor]]:
         """Some rows of a matrix after the other, with the number of the first of them."""
-        n_cols = part.entry.shape[1]
+        n_cols = part.shape[1]
         for start, values in self._tiles(part, max(1, _TILE_ELEMS // n_cols) * n_cols):
             yield start // n_cols, values.view(-1, n_cols)
 
     def _tiles(self, part: Part, length: int) -> Iterator[tuple[int, torch.Tensor]]:
-        entry = part.entry
-        view = view_of(entry, part.source)
+        view = view_of_part(part, part.entry.name)
         segments = self._segments and self._segments.of_part(part)
         verifier = Verifier(view, segments) if segments else None
         check = verifier.check if verifier else None
-        for start in range(0, max(1, entry.numel), length):
-            stop = min(entry.numel, start + length)
-            raw = np.empty((stop - start) * (entry.nbytes // max(1, entry.numel)), dtype=np.uint8)
+        for start in range(0, max(1, view.numel), length):
+            stop = min(view.numel, start + length)
+            raw = np.empty((stop - start) * itemsize(view.dtype), dtype=np.uint8)
             read_stored(self._readers, view, start, stop, raw.data, check)
-            yield start, as_float32(raw, entry.dtype)
+            yield start, as_float32(raw, view.dtype)
         if verifier:
             verifier.finish()

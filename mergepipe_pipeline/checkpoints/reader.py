@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import threading
 import time
+from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from mergepipe_pipeline.domain.blocks import Range
+import numpy as np
+
+from mergepipe_pipeline.arrays import U8Array
+from mergepipe_pipeline.domain.blocks import Range, clip
 from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import BudgetError, CheckpointChangedError
@@ -27,6 +33,10 @@ from mergepipe_pipeline.storage.source import (
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.storage.read_batch import ReadBatch
+
+
+#: What a reader keeps of scales that many windows need; more where one piece is large.
+_KEPT_NBYTES = 16 << 20
 
 
 class Tally(threading.local):
@@ -54,6 +64,8 @@ class BlockReader:
         self._checkpoint = checkpoint
         self._allowed = allowed
         self._tally = tally or Tally()
+        self._keeping = threading.Lock()
+        self._kept: OrderedDict[tuple[str, int, int], U8Array] = OrderedDict()
 
     def read_into(
         self, entry: TensorEntry, start_elem: int, stop_elem: int, out: memoryview
@@ -105,6 +117,29 @@ class BlockReader:
         self.read_into(entry, start_elem, stop_elem, memoryview(buffer))
         return buffer
 
+    def kept(self, entry: TensorEntry, start_elem: int, stop_elem: int) -> U8Array:
+        """The bytes of elements [start, stop), read once for all who ask for the same.
+
+        Of elements outside the access set the bytes are zeros. The last ones are kept. Raises as
+        `read_into`.
+        """
+        key = entry.name, start_elem, stop_elem
+        with self._keeping:
+            if key not in self._kept:
+                size = itemsize(entry.dtype)
+                raw = np.zeros((stop_elem - start_elem) * size, np.uint8)
+                allowed = [(start_elem, stop_elem)]
+                if self._allowed is not None:
+                    allowed = list(clip(self._allowed.get(entry.name, ()), start_elem, stop_elem))
+                for a, b in allowed:
+                    out = raw[(a - start_elem) * size : (b - start_elem) * size]
+                    self.read_into(entry, a, b, out.data)
+                self._kept[key] = raw
+                while sum(map(len, self._kept.values())) > max(_KEPT_NBYTES, 4 * len(raw)):
+                    self._kept.popitem(last=False)
+            self._kept.move_to_end(key)
+            return self._kept[key]
+
     def verify_unchanged(self) -> None:
         """Raise CheckpointChangedError if any weight file is not the one that was opened."""
         for f in self._checkpoint.files:
@@ -136,7 +171,8 @@ class BlockReader:
 
     def _check(self, entry: TensorEntry, start_elem: int, stop_elem: int) -> None:
         ranges = (self._allowed or {}).get(entry.name, ())
-        if not any(a <= start_elem and stop_elem <= b for a, b in ranges):
+        at = bisect_right(ranges, start_elem, key=itemgetter(0)) - 1  # they are sorted, and apart
+        if at < 0 or stop_elem > ranges[at][1]:
             raise BudgetError(
                 "A read would leave the access set of the plan",
                 where=f"{self._checkpoint.name}, tensor {entry.name}",

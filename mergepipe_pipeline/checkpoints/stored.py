@@ -56,7 +56,11 @@ def read_stored(
     size = itemsize(view.dtype)
     for part, at, start, stop in _pieces(view, start_elem, stop_elem):
         piece = out[(start - start_elem) * size : (stop - start_elem) * size]
-        if batch is None:
+        if part.codes is not None:
+            from mergepipe_pipeline.checkpoints.codes import read_values
+
+            read_values(readers(part.source), part.entry, part.codes, at, piece, batch)
+        elif batch is None:
             readers(part.source).read_into(part.entry, at, at + stop - start, piece)
         else:
             readers(part.source).put(batch, part.entry, at, at + stop - start, piece)
@@ -69,7 +73,8 @@ def read_stored(
 def announce_stored(readers: Readers, view: TensorView, start_elem: int, stop_elem: int) -> None:
     """Say that `read_stored` will be asked for elements [start, stop) of a view soon."""
     for part, at, start, stop in _pieces(view, start_elem, stop_elem):
-        readers(part.source).will_need(part.entry, at, at + stop - start)
+        if part.codes is None:  # what is decoded is read in pieces of its own
+            readers(part.source).will_need(part.entry, at, at + stop - start)
 
 
 def _pieces(

@@ -72,11 +72,12 @@ def view_digest(view: TensorView, digests: Sequence[Mapping[str, str]]) -> str:
     `digests[i]` gives tensor name to digest for source number i.
     """
 
-    def of(part: Part) -> str:
-        return digests[part.source][part.entry.name]
+    def of(part: Part) -> Any:
+        own = [digests[part.source][entry.name] for entry in part.entries]
+        return [own, part.codes.rule] if part.codes else own[0]
 
     if view.whole:
-        return of(view.stored[0])
+        return digests[view.stored[0].source][view.whole.name]
     return digest_json(
         [
             [of(p) for p in view.stored],
@@ -88,7 +89,7 @@ def view_digest(view: TensorView, digests: Sequence[Mapping[str, str]]) -> str:
     )
 
 
-def _update(update: Update, of: Callable[[Part], str]) -> list[object]:
+def _update(update: Update, of: Callable[[Part], Any]) -> list[object]:
     """The material of an update's identity; of a plain one the factors and the scale alone."""
 
     def typed(part: Part) -> object:

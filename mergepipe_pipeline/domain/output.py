@@ -31,10 +31,19 @@ def promoted_dtype(
     first = t.base or t.inputs[0]
     like = tables[first.model][first.tensor]
     entries = [tables[i.model].get(i.tensor) for i in t.inputs]
-    stored = [e.dtype for e in entries if e and (isinstance(e, TensorEntry) or e.stored)]
+    stored = [_written(e) for e in entries if e and (isinstance(e, TensorEntry) or e.stored)]
     if t.base or not stored:
-        stored.append(like.dtype)
+        stored.append(_written(like))
     return promoted(stored) if like.dtype in FLOATING else like.dtype
+
+
+def _written(of: TensorEntry | TensorView) -> str:
+    """The dtype that what is stored calls for.
+
+    Decoded values are float32 where their scales are, but codes hold fewer bits than bfloat16.
+    """
+    is_decoded = isinstance(of, TensorView) and any(p.codes for p in of.stored)
+    return "BF16" if is_decoded and of.dtype == "F32" else of.dtype
 
 
 def stored_like(t: TensorRecipe, models: Sequence[Model]) -> TensorView:
@@ -57,7 +66,7 @@ def out_dtype(recipe: Recipe, t: TensorRecipe, models: Sequence[Model]) -> str:
     if like.dtype not in FLOATING:
         return like.dtype
     if t.base is not None and is_kept(recipe.budget, t.name):
-        return recipe_dtype or like.dtype
+        return recipe_dtype or _written(like)
     return recipe_dtype or promoted_dtype(t, [m.views for m in models])
 
 

@@ -15,7 +15,7 @@ from math import isfinite, prod
 from typing import Any, cast
 
 from mergepipe_pipeline.digest import digest_json
-from mergepipe_pipeline.domain.blocks import Range, coalesce, total_elems
+from mergepipe_pipeline.domain.blocks import Range, coalesce
 from mergepipe_pipeline.domain.bounds import Number, Size, Text
 from mergepipe_pipeline.domain.pack import CODEC_VERSION, PackedInput, PackSource
 from mergepipe_pipeline.domain.recipe import Params
@@ -98,7 +98,7 @@ class ExpertInput:
         packed = self.packed.nbytes if self.packed else 0
         if not self.read:
             return packed
-        stored = total_elems(self.read) * itemsize(self.view.dtype) if self.view.stored else 0
+        stored = self.view.read_nbytes(self.read) if self.view.stored else 0
         return packed + stored + self.view.low_rank_nbytes
 
     @property

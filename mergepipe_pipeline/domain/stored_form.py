@@ -35,6 +35,7 @@ class StoredForm:
         return min(self.coded)
 
 
+_STEP = "merge the model that it was made from, the one in bfloat16, float16 or float32"
 _NAMES = {
     "awq": "AWQ",
     "bitsandbytes": "bitsandbytes",
@@ -45,8 +46,6 @@ _NAMES = {
     "modelopt": "modelopt",
     "mxfp4": "MXFP4",
 }
-#: What makes plain numbers in transformers 5, by the method that the config names.
-_DEQUANTISERS = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
 _CODE_DTYPES = re.compile(r"[IU]\d|F8_")
 #: Last parts of names of what belongs to codes, in the spellings of their writers.
 _COMPANION = re.compile(
@@ -87,7 +86,7 @@ def stored_form(dtypes: Mapping[str, str], config: Mapping[str, Any]) -> StoredF
     coded = frozenset(_coded(dtypes, is_said=bool(settings)))
     if not coded:
         return None
-    return StoredForm(_form_name(settings, coded, dtypes), _step(settings), settings, coded)
+    return StoredForm(_form_name(settings, coded, dtypes), _STEP, settings, coded)
 
 
 def _coded(dtypes: Mapping[str, str], *, is_said: bool) -> Iterator[str]:
@@ -134,16 +133,3 @@ def _form_name(settings: Mapping[str, Any], coded: Iterable[str], dtypes: Mappin
     if any(kind.startswith("F8_") for kind in kinds):
         return "NVFP4" if "weight_scale_2" in names else "fp8 with scales"
     return "integer codes"
-
-
-def _step(settings: Mapping[str, Any]) -> str:
-    step = "merge the model that it was made from, the one in bfloat16, float16 or float32"
-    dequantiser = _DEQUANTISERS.get(str(settings.get("quant_method")))
-    if dequantiser is None:
-        return step
-    # What it saves by default is quantised again.
-    return (
-        f"{step}; or write plain numbers: `AutoModelForCausalLM.from_pretrained(FOLDER, "
-        f"quantization_config={dequantiser}(dequantize=True))"
-        ".save_pretrained(NEW, save_original_format=False)`"
-    )

@@ -7,25 +7,67 @@ whatever it is, analysis and engine see tensors of one name, shape and dtype. Pu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from mergepipe_pipeline.domain.blocks import Range, clip, total_elems
 from mergepipe_pipeline.domain.checkpoint import TensorEntry
+from mergepipe_pipeline.domain.codes import Codes, StoredRange
 from mergepipe_pipeline.dtypes import itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A stored tensor of source number `source` (of a model, or of a plan)."""
+    """A stored tensor of source number `source` (of a model, or of a plan), or what it codes."""
 
     source: int
     entry: TensorEntry
+    codes: Codes | None = None
+
+    @property
+    def dtype(self) -> str:
+        """The safetensors code of its values."""
+        return self.codes.dtype if self.codes else self.entry.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of its values."""
+        return self.codes.shape if self.codes else self.entry.shape
+
+    @property
+    def numel(self) -> int:
+        """Number of values."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one full read."""
+        return self.read_nbytes(((0, self.numel),)) if self.numel else 0
+
+    @property
+    def entries(self) -> tuple[TensorEntry, ...]:
+        """The stored tensors that its values follow from."""
+        return (self.entry, *(self.codes.entries if self.codes else ()))
+
+    def read_nbytes(self, ranges: Sequence[Range]) -> int:
+        """Bytes that reading the values of disjoint ranges takes."""
+        if self.codes:
+            return self.codes.read_nbytes(self.entry, ranges)
+        return total_elems(ranges) * itemsize(self.entry.dtype)
+
+    def stored_ranges(self, ranges: Iterable[Range]) -> Iterator[StoredRange]:
+        """The stored elements that the values of ranges follow from."""
+        for start, stop in ranges:
+            if self.codes:
+                yield from self.codes.stored_ranges(self.entry, start, stop)
+            else:
+                yield self.entry, start, stop
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Elements [start, start + n) of a view are [at, at + n) of the stored tensor `part`."""
+    """Elements [start, start + n) of a view are [at, at + n) of the values of part `part`."""
 
     start_elem: int
     part: int
@@ -131,12 +173,12 @@ class TensorView:
     @property
     def stored_nbytes(self) -> int:
         """Bytes of the stored elements that the view uses."""
-        return self.numel * itemsize(self.dtype) if self.stored else 0
+        return self.read_nbytes(((0, self.numel),)) if self.stored and self.numel else 0
 
     @property
     def low_rank_nbytes(self) -> int:
         """Bytes of what the adapter's update is computed from."""
-        return sum(p.entry.nbytes for p in self.low_rank.parts) if self.low_rank else 0
+        return sum(p.nbytes for p in self.low_rank.parts) if self.low_rank else 0
 
     @property
     def nbytes(self) -> int:
@@ -146,9 +188,27 @@ class TensorView:
     @property
     def whole(self) -> TensorEntry | None:
         """The stored tensor that it is, byte for byte, if it is one."""
-        if not self.stands_alone or self.runs or self.low_rank:
-            return None
-        return self.stored[0].entry
+        return None if self.is_made or self.low_rank or self.is_delta else self.stored[0].entry
+
+    @property
+    def is_made(self) -> bool:
+        """Whether no stored tensor has its stored elements as they are: runs, or decoded ones."""
+        return bool(self.runs) or not self.stored or any(p.codes for p in self.stored)
+
+    def parts_read(self, read: Sequence[Range]) -> Iterator[tuple[Part, Sequence[Range]]]:
+        """The parts of the stored elements in `read`, with the ranges of each."""
+        if self.stored and not self.runs:
+            yield self.stored[0], read
+        for run in self.runs:
+            shift = run.at_elem - run.start_elem
+            inside = clip(read, run.start_elem, run.start_elem + run.n_elems)
+            yield self.stored[run.part], [(a + shift, b + shift) for a, b in inside]
+
+    def read_nbytes(self, read: Sequence[Range]) -> int:
+        """Bytes that reading the stored elements in `read` takes."""
+        if not any(p.codes for p in self.stored):
+            return total_elems(read) * itemsize(self.dtype)
+        return sum(part.read_nbytes(ranges) for part, ranges in self.parts_read(read))
 
     @property
     def stands_alone(self) -> bool:
@@ -163,7 +223,12 @@ class TensorView:
 
 def view_of(entry: TensorEntry, source: int = 0) -> TensorView:
     """The view of one whole stored tensor."""
-    return TensorView(entry.name, entry.dtype, entry.shape, (Part(source, entry),))
+    return view_of_part(Part(source, entry), entry.name)
+
+
+def view_of_part(part: Part, name: str) -> TensorView:
+    """The view of all values of a part."""
+    return TensorView(name, part.dtype, part.shape, (part,))
 
 
 def moved(view: TensorView, offset: int) -> TensorView:
@@ -178,7 +243,8 @@ def renumbered(view: TensorView, numbers: Mapping[int, int]) -> TensorView:
 
 def parts_of(view: TensorView) -> tuple[Part, ...]:
     """All stored tensors that a view reads, factors of a low-rank update among them."""
-    return (*view.stored, *(view.low_rank.parts if view.low_rank else ()))
+    parts = (*view.stored, *(view.low_rank.parts if view.low_rank else ()))
+    return tuple(Part(p.source, entry) for p in parts for entry in p.entries)
 
 
 def sources_of(view: TensorView) -> frozenset[int]:
@@ -188,7 +254,7 @@ def sources_of(view: TensorView) -> frozenset[int]:
 
 def _renumbered(view: TensorView, number: Callable[[int], int]) -> TensorView:
     def part(p: Part) -> Part:
-        return Part(number(p.source), p.entry)
+        return replace(p, source=number(p.source))
 
     return replace(
         view,

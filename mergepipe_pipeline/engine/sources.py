@@ -16,10 +16,12 @@ from typing import Literal
 from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.checkpoints.reader import BlockReader, Tally
 from mergepipe_pipeline.checkpoints.stored import Verifier, read_stored
-from mergepipe_pipeline.domain.blocks import Range, clip, coalesce
+from mergepipe_pipeline.domain.blocks import Range, coalesce
+from mergepipe_pipeline.domain.checkpoint import TensorEntry
+from mergepipe_pipeline.domain.codes import StoredRange
 from mergepipe_pipeline.domain.plan import BaseInput, ExpertInput, LayerTask, MergePlan, TensorTask
 from mergepipe_pipeline.domain.segments import COARSE_ELEMS, KnownSegments
-from mergepipe_pipeline.domain.view import Part, TensorView
+from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import CheckpointChangedError
 from mergepipe_pipeline.operators import OPERATORS
@@ -42,8 +44,8 @@ def access_sets(layers: Sequence[LayerTask]) -> dict[int, dict[str, tuple[Range,
     """By source, stored tensor to the element ranges that the layers read as an expert's."""
     ranges: dict[int, dict[str, list[Range]]] = {}
     for e in _experts(layers):
-        for part, part_ranges in _parts_read(e):
-            ranges.setdefault(part.source, {}).setdefault(part.entry.name, []).extend(part_ranges)
+        for source, (entry, start, stop) in _stored_ranges(e.view, e.read):
+            ranges.setdefault(source, {}).setdefault(entry.name, []).append((start, stop))
     return {n: {name: coalesce(r) for name, r in of.items()} for n, of in ranges.items()}
 
 
@@ -53,44 +55,38 @@ def file_ranges(layers: Sequence[LayerTask], source: int, *, gated: bool) -> Ite
     Of the base only tensors that are always read: an operator on values may do without it.
     """
     for task in (task for layer in layers for task in layer.tasks):
-        parts = [p for e in task.experts for p in _parts_read(e)] if gated else _base_parts(task)
-        for part, ranges in parts:
-            size, at = itemsize(part.entry.dtype), part.entry.start_byte
-            for a, b in coalesce(ranges) if part.source == source else ():
-                yield FileRange(part.entry.file, at + a * size, at + b * size)
+        views = [(e.view, e.read) for e in task.experts] if gated else _base_views(task)
+        by_entry: dict[TensorEntry, list[Range]] = {}
+        for number, (entry, *ends) in (s for v in views for s in _stored_ranges(*v)):
+            if number == source:
+                by_entry.setdefault(entry, []).append((ends[0], ends[1]))
+        for entry, ranges in by_entry.items():
+            size, at = itemsize(entry.dtype), entry.start_byte
+            for a, b in coalesce(ranges):
+                yield FileRange(entry.file, at + a * size, at + b * size)
 
 
-def _base_parts(task: TensorTask) -> list[tuple[Part, Sequence[Range]]]:
+def _base_views(task: TensorTask) -> list[tuple[TensorView, Sequence[Range]]]:
     base, operator = task.base, OPERATORS.get(task.operator)
     is_update = operator is None or operator.schema.space == "delta"
     if base is None or not (is_update or (operator and operator.schema.base != "none")):
         return []
-    return list(_parts(base.view, ((0, base.view.numel),)))
+    return [(base.view, ((0, base.view.numel),))]
 
 
 def _experts(layers: Sequence[LayerTask]) -> Iterator[ExpertInput]:
     return (e for layer in layers for task in layer.tasks for e in task.experts)
 
 
-def _parts_read(e: ExpertInput) -> Iterator[tuple[Part, Sequence[Range]]]:
-    """The stored tensors of one input, with the ranges of their elements that it reads."""
-    return _parts(e.view, e.read)
-
-
-def _parts(view: TensorView, read: Sequence[Range]) -> Iterator[tuple[Part, Sequence[Range]]]:
-    """The stored tensors of a view, with the ranges of their elements that `read` covers.
+def _stored_ranges(view: TensorView, read: Sequence[Range]) -> Iterator[tuple[int, StoredRange]]:
+    """The stored elements that `read` of a view follows from, each with its source.
 
     Factors of a low-rank update are read in whole.
     """
-    if read and view.low_rank:
-        for part in view.low_rank.parts:
-            yield part, [(0, part.entry.numel)]
-    if view.stored and not view.runs:
-        yield view.stored[0], read
-    for run in view.runs:
-        shift = run.at_elem - run.start_elem
-        inside = clip(read, run.start_elem, run.start_elem + run.n_elems)
-        yield view.stored[run.part], [(a + shift, b + shift) for a, b in inside]
+    for part in view.low_rank.parts if read and view.low_rank else ():
+        yield from ((part.source, r) for r in part.stored_ranges([(0, part.numel)]))
+    for part, ranges in view.parts_read(read):
+        yield from ((part.source, r) for r in part.stored_ranges(ranges))
 
 
 #: Whether bytes are read by the merge, before it, or for something that is not merged.

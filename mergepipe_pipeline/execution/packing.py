@@ -15,6 +15,7 @@ import numpy as np
 from mergepipe_pipeline.analysis.order import from_top
 from mergepipe_pipeline.arrays import F64Array
 from mergepipe_pipeline.checkpoints.reader import open_reader
+from mergepipe_pipeline.checkpoints.stored import read_stored
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.domain.model import Model, grid_for
 from mergepipe_pipeline.domain.pack import (
@@ -92,7 +93,7 @@ def estimate_pack(
     rates = np.zeros(len(TIERS))
     for view, chunk in _spread(views, samples):
         rates += _encoded(expert, base, view, chunk, stats[view.name]) / samples
-    nbytes = sum(v.stored_nbytes for v in views)
+    nbytes = sum(v.numel * itemsize(v.dtype) for v in views)
     sizes = dict(zip(TIERS, (rates * nbytes).astype(int).tolist(), strict=True))
     sizes |= _factors_nbytes(views)
     n_elems = sum(v.numel for v in views)
@@ -139,11 +140,11 @@ def _has_pack(warehouse: Warehouse, expert: Model, base: Model) -> bool:
 
 def _spread(views: Sequence[TensorView], samples: int) -> Iterator[tuple[TensorView, int]]:
     """Chunks as (tensor, number) that are spread evenly over all bytes."""
-    ends = np.cumsum([v.stored_nbytes for v in views])
+    ends = np.cumsum([v.numel * itemsize(v.dtype) for v in views])
     for at in (np.arange(samples) + 0.5) / samples * int(ends[-1]):
         number = int(np.searchsorted(ends, at, side="right"))
         view = views[number]
-        start = int(ends[number]) - view.stored_nbytes
+        start = int(ends[number]) - view.numel * itemsize(view.dtype)
         yield view, int((at - start) // (CHUNK_ELEMS * itemsize(view.dtype)))
 
 
@@ -184,6 +185,7 @@ def _threshold(stats: TensorStats, numel: int) -> int:
 def _read(model: Model, view: TensorView, first: int, stop: int) -> bytearray:
     """Stored elements [first, stop) of a whole tensor."""
     (part,) = view.stored
-    checkpoint = model.checkpoints[part.source]
-    with open_reader(checkpoint, "exact") as reader:
-        return reader.read(part.entry, first, stop)
+    raw = bytearray((stop - first) * itemsize(view.dtype))
+    with open_reader(model.checkpoints[part.source], "exact") as reader:
+        read_stored(lambda _: reader, view, first, stop, memoryview(raw))
+    return raw

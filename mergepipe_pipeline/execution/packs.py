@@ -157,9 +157,10 @@ def _served(
 
 
 def _is_own(model: Model, stored: Model, tensor: str) -> bool:
-    """Whether a tensor of a model is a whole one as it is stored."""
+    """Whether a tensor of a model is a whole one as its file has it."""
     view = model.views[tensor]
-    return view.whole is not None and view == stored.views.get(tensor)
+    is_whole = view.stands_alone and not view.runs and not view.low_rank
+    return is_whole and view == stored.views.get(tensor)
 
 
 def _rows(served: _Served, grid: PackGrid) -> dict[Pair, PackedRow]:

@@ -160,7 +160,7 @@ def _base_tensors(resolved: ResolvedRecipe) -> _Places:
         for part in model.views[t.base.tensor].stored:
             checkpoint = model.checkpoints[part.source]
             if not checkpoint.is_offline:  # decoding would take the cores that planning needs
-                by_root.setdefault(checkpoint.root, {})[part.entry] = None
+                by_root.setdefault(checkpoint.root, {}).update(dict.fromkeys(part.entries))
     return [(root, sorted(e, key=lambda e: (e.file, e.start_byte))) for root, e in by_root.items()]
 
 

@@ -18,7 +18,7 @@ from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.model import Model, view_digest
 from mergepipe_pipeline.domain.plan import LayerTask, MergePlan, Source
 from mergepipe_pipeline.domain.segments import COARSE_ELEMS, Segments, segment_elems_for
-from mergepipe_pipeline.domain.view import Part, TensorView, sources_of
+from mergepipe_pipeline.domain.view import Part, TensorView, parts_of, sources_of, view_of_part
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.facts.contents import Contents, refuse_changed
 from mergepipe_pipeline.progress import Progress
@@ -31,7 +31,7 @@ def plan_inputs(warehouse: Warehouse, plan: MergePlan, layers: Sequence[LayerTas
     Raises CorruptionError if what the catalog knows is not what the plan was made from.
     """
     catalog, views = warehouse.catalog, list(_views(layers))
-    numbers = {p.source for view, _ in views for p in _parts(view)}
+    numbers = {p.source for view, _ in views for p in parts_of(view)}
     digests = [
         catalog.digests(s.checkpoint_id)
         or Contents(warehouse, open_checkpoint(s.root, s.name)).learn()
@@ -76,7 +76,7 @@ def pass_inputs(
         for checkpoint in model.checkpoints:
             Contents(warehouse, checkpoint, progress).verify_result()
         in_parts = [v for v in model.views.values() if not v.whole]
-        for number in sorted({p.source for view in in_parts for p in _parts(view)}):
+        for number in sorted({p.source for view in in_parts for p in parts_of(view)}):
             Contents(warehouse, model.checkpoints[number], progress).learn()
     return _coarse(warehouse, [c for model in models for c in model.checkpoints])
 
@@ -100,19 +100,19 @@ class Inputs:
     def ensure(self, views: Iterable[TensorView]) -> None:
         """Make the catalog have the segments of all that views read."""
         needed: dict[int, set[str]] = {}
-        in_runs = []
+        made = []
         for view in views:
-            for part in _parts(view):
+            for part in parts_of(view):
                 needed.setdefault(part.source, set()).add(part.entry.name)
-            in_runs += [view] if view.runs else []
+            made += [view] if view.stored and view.is_made else []
         for source, names in sorted(needed.items()):
             self._ensure_parts(source, names)
-        for view in in_runs:
+        for view in made:
             self._ensure_view(view)
 
     def of_view(self, view: TensorView) -> Segments:
         """The segments of the view's stored elements, in the view's order."""
-        if not view.runs:
+        if not view.is_made:
             return self.of_part(view.stored[0])
         with self._lock:
             self._ensure_view(view)
@@ -120,7 +120,9 @@ class Inputs:
         return Segments(self._elems, digests, self._sources[view.stored[0].source].root)
 
     def of_part(self, part: Part) -> Segments:
-        """The segments of one whole stored tensor."""
+        """The segments of all values of a part."""
+        if part.codes:
+            return self.of_view(view_of_part(part, part.entry.name))
         source = self._sources[part.source]
         with self._lock:
             self._ensure_parts(part.source, {part.entry.name})
@@ -138,7 +140,14 @@ class Inputs:
         return open_checkpoint(source.root, source.name, probes=False)
 
     def _view_id(self, view: TensorView) -> str:
-        parts = [(self._sources[p.source].checkpoint_id, p.entry.name) for p in view.stored]
+        parts = [
+            (
+                self._sources[p.source].checkpoint_id,
+                p.entry.name,
+                *(p.codes.rule if p.codes else ()),
+            )
+            for p in view.stored
+        ]
         return digest_json([parts, [asdict(r) for r in view.runs]])[:24]
 
     def _ensure_parts(self, number: int, names: Set[str]) -> None:
@@ -160,7 +169,7 @@ class Inputs:
         del self._files[checkpoint_id]
 
     def _ensure_view(self, view: TensorView) -> None:
-        """Take the segments of rows in another order, from tensors that are verified meanwhile."""
+        """Take the segments of what is made, from tensors that are verified meanwhile."""
         view_id = self._view_id(view)
         if view.name in self._of(view_id):
             return
@@ -178,9 +187,3 @@ def _views(layers: Iterable[LayerTask]) -> Iterator[tuple[TensorView, str]]:
         if task.base:
             yield task.base.view, task.base.digest
         yield from ((e.view, e.digest) for e in task.experts if e.read)
-
-
-def _parts(view: TensorView) -> Iterator[Part]:
-    yield from view.stored
-    if view.low_rank:
-        yield from view.low_rank.parts

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from mergepipe_pipeline.arrays import BoolArray, F64Array, I64Array
 from mergepipe_pipeline.domain.blocks import BlockGrid
+from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.planner.packed_rows import RowLevels
 
 Choice = BoolArray
@@ -33,7 +34,8 @@ class Row:
     `kept_sq_norm` what all blocks together can keep at most. `keep` is the probability with which a
     random drop keeps an element. `is_sum`: the merge adds c·δ, or what a random drop leaves of it.
     `bundle_nbytes`: the row can only be read whole, for so many bytes (an adapter's factors); None
-    where each block has its own. `levels`: what a pack has of it.
+    where each block has its own. `coded` is its view if what is stored of it are codes: a block
+    costs them and its scales, also those that another shares. `levels`: what a pack has of it.
     """
 
     tensor: int
@@ -49,6 +51,7 @@ class Row:
     keep: float = 1.0
     is_sum: bool = True
     bundle_nbytes: int | None = None
+    coded: TensorView | None = None
     levels: RowLevels | None = None
 
 
@@ -214,6 +217,10 @@ def _costs(
     numel = np.array([r.numel for r in rows], dtype=np.int64)[row]  # [candidates], as all below
     nelems = np.minimum(numel, (block + 1) * grid.block_elems) - block * grid.block_elems
     nbytes = nelems * np.array([r.itemsize for r in rows], dtype=np.int64)[row]
+    for number, r in enumerate(rows):
+        if r.coded is not None:
+            ranges = (grid.range_of(b, r.numel) for b in range(grid.count(r.numel)))
+            nbytes[row == number] = [r.coded.read_nbytes((block,)) for block in ranges]
     bundles = [(r.bundle_nbytes is not None, r.bundle_nbytes or 0) for r in rows]
     is_bundled = np.array([bundled for bundled, _ in bundles], np.bool_)[row]
     bundle_nbytes = np.array([n for _, n in bundles], np.int64)[row]

@@ -174,6 +174,7 @@ class Parts:
                     keep=keep,
                     is_sum=is_sum,
                     bundle_nbytes=view.nbytes if view.low_rank or not view.stored else None,
+                    coded=view if any(p.codes for p in view.stored) else None,
                 )
             )
         return rows

@@ -12,11 +12,12 @@ from dataclasses import replace
 from mergepipe_pipeline.checkpoints.adapter import Tied, adapter_views, delta_views
 from mergepipe_pipeline.checkpoints.header import tensor_order
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
+from mergepipe_pipeline.domain.decoding import decodable, logical_parts
 from mergepipe_pipeline.domain.layers import embedding_like, is_post, tied_partner
 from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.domain.model_config import ties_head
 from mergepipe_pipeline.domain.recipe import ModelRef
-from mergepipe_pipeline.domain.view import LowRank, TensorView, moved, view_of
+from mergepipe_pipeline.domain.view import LowRank, Part, TensorView, moved, view_of_part
 from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.errors import (
     CheckpointError,
@@ -36,6 +37,7 @@ from mergepipe_pipeline.resolution.plain_numbers import (
     coded_error,
     coded_part,
     coded_problem,
+    raw_form,
     refuse_coded,
 )
 from mergepipe_pipeline.resolution.task_heads import as_classifier, refuse_language_base
@@ -53,12 +55,15 @@ def open_models(
     problems: list[MergePipeError],
     placed: Placed = lambda error, ref: error,
     not_aligned: Collection[int] = (),
+    *,
+    decoded: bool = True,
 ) -> list[Model]:
     """A model per reference, the base's number being `base`; empty if there are problems.
 
     BASE+ADAPTER is opened as the adapter's change of the base, but as a whole model if its number
-    is `not_aligned`: a slice then merges it on other tensors than the base's own. Adds one problem
-    per reference that cannot be opened, as `placed` gives it.
+    is `not_aligned`: a slice then merges it on other tensors than the base's own. Not `decoded`,
+    codes are tensors like others. Adds one problem per reference that cannot be opened, as `placed`
+    gives it.
     """
     opened: list[tuple[Checkpoint, ...]] = []
     for ref in references:
@@ -68,7 +73,8 @@ def open_models(
             problems.append(placed(error, ref))
     if problems:
         return []
-    return _models_of(opened, base, problems, [r.text for r in references], not_aligned)
+    texts = [r.text for r in references]
+    return _models_of(opened, base, problems, texts, not_aligned, decoded=decoded)
 
 
 def open_pair(expert: Checkpoint, base: Checkpoint) -> tuple[Model, Model]:
@@ -89,11 +95,13 @@ def _models_of(
     problems: list[MergePipeError],
     texts: Sequence[str],
     not_aligned: Collection[int] = (),
+    *,
+    decoded: bool = True,
 ) -> list[Model]:
     """The models of checkpoints with their adapters, aligned; empty if there are problems."""
     models: list[Model] = []
     try:
-        base_model = None if base is None else _base_model(texts[base], groups[base])
+        base_model = None if base is None else _base_model(texts[base], groups[base], decoded)
     except MergePipeError as error:
         problems.append(error)
         return []
@@ -103,7 +111,7 @@ def _models_of(
             models.append(
                 base_model
                 if base_model and number == base
-                else _model(checkpoints, None if is_whole else base_model)
+                else _model(checkpoints, None if is_whole else base_model, decoded)
             )
         except MergePipeError as error:
             problems.append(error)
@@ -124,7 +132,7 @@ def _aligned(
         return []
 
 
-def _base_model(text: str, checkpoints: tuple[Checkpoint, ...]) -> Model:
+def _base_model(text: str, checkpoints: tuple[Checkpoint, ...], decoded: bool) -> Model:
     """The model that others are merged on; it must be whole."""
     first = checkpoints[0]
     if first.kind != "full":
@@ -136,10 +144,10 @@ def _base_model(text: str, checkpoints: tuple[Checkpoint, ...]) -> Model:
             next_step="give the model that it was made from as base_model, and list this one "
             "under models",
         )
-    return _model(checkpoints, None)
+    return _model(checkpoints, None, decoded)
 
 
-def _model(checkpoints: tuple[Checkpoint, ...], base: Model | None) -> Model:
+def _model(checkpoints: tuple[Checkpoint, ...], base: Model | None, decoded: bool) -> Model:
     """The model of a checkpoint, or of a checkpoint with an adapter; `base` is the recipe's."""
     first, *adapters = checkpoints
     if adapters:
@@ -154,17 +162,22 @@ def _model(checkpoints: tuple[Checkpoint, ...], base: Model | None) -> Model:
                 found=f"{_KINDS[first.kind]} alone",
                 next_step="list both as models of their own, on a base_model",
             )
-        return _adapted(_full(first), adapters[0])
-    return _full(first) if first.kind == "full" else _on_base(first, base)
+        return _adapted(_full(first, decoded=decoded), adapters[0])
+    return _full(first, decoded=decoded) if first.kind == "full" else _on_base(first, base)
 
 
-def _full(checkpoint: Checkpoint) -> Model:
+def _full(checkpoint: Checkpoint, *, decoded: bool) -> Model:
     """All of a checkpoint, in the order of one file of it, however it is cut into files.
 
-    Plans list tensors in this order, and their ids must not depend on files.
+    Plans list tensors in this order, and their ids must not depend on files. What is `decoded` are
+    codes of a known form. Raises IncompatibleCheckpointsError for codes that do not fit together.
     """
-    described = [(t.name, t.dtype, t.shape) for t in checkpoint.tensors]
-    views = {n: view_of(checkpoint.by_name[n]) for n, _, _ in tensor_order(described)}
+    if decoded and decodable(checkpoint):
+        parts = logical_parts(checkpoint)
+    else:
+        parts = {name: Part(0, entry) for name, entry in checkpoint.by_name.items()}
+    described = [(name, part.dtype, part.shape) for name, part in parts.items()]
+    views = {n: view_of_part(parts[n], n) for n, _, _ in tensor_order(described)}
     return Model(checkpoint.name, (checkpoint,), views)
 
 
@@ -196,7 +209,7 @@ def _laid_on(model: Model, adapter: Checkpoint) -> tuple[dict[str, TensorView], 
     try:
         views = adapter_views(adapter, {n: v.shape for n, v in model.views.items()}, tied)
     except CheckpointError as error:
-        form = model.checkpoint.form
+        form = raw_form(model)
         if form is None:
             raise
         # Codes have other names and shapes than the weights that an adapter fits.
@@ -278,7 +291,7 @@ def _with_weights(change: TensorView, own: TensorView, offset: int) -> TensorVie
     if not isinstance(update, LowRank) or not (update.needs_values or update.is_residual):
         return change
     weights = replace(change, low_rank=None) if change.stored else moved(own, offset)
-    if weights.whole is None:
+    if weights.runs or weights.low_rank or not weights.stands_alone:
         raise IncompatibleCheckpointsError(
             "An adapter that follows from its base's weights (DoRA, PiSSA) lies on changed ones",
             where=f"tensor {change.name}",
@@ -317,4 +330,4 @@ def packable(expert: Model, base: Model) -> tuple[Model, Model]:
 def _as_stored(model: Model) -> Model:
     """A whole model as its file has it; the same object if nothing was done to it."""
     first, *adapters = model.checkpoints
-    return _full(first) if adapters or model.variant else model
+    return _full(first, decoded=True) if adapters or model.variant else model

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
+from mergepipe_pipeline.domain.decoding import decodable
 from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.domain.model_config import QUANTISATION_KEYS, config_places
 from mergepipe_pipeline.domain.output import is_computed, out_dtype
@@ -30,7 +31,7 @@ def refuse_coded_models(parsed: ParsedRecipe, models: Sequence[Model]) -> None:
         numbers |= set() if parsed.schema.base == "none" or part.base is None else {part.base}
         whole = [n for n in sorted(numbers) if not models[n].is_partial]
         for n in whole if len(whole) > 1 else ():
-            form = models[n].checkpoint.form
+            form = raw_form(models[n])
             if form is not None:
                 error = coded_error(models[n].checkpoint, form)
                 raise placed_in(parsed, error, parsed.references[n])
@@ -45,8 +46,11 @@ def refuse_coded(models: Sequence[Model]) -> None:
 
 def coded_problem(models: Sequence[Model]) -> IncompatibleCheckpointsError | None:
     """The refusal of the first whole model that is stored as codes; None where there is none."""
-    whole = (m.checkpoint for m in models if not m.is_partial)
-    return next((coded_error(c, c.form) for c in whole if c.form is not None), None)
+    for model in models:
+        form = None if model.is_partial else raw_form(model)
+        if form is not None:
+            return coded_error(model.checkpoint, form)
+    return None
 
 
 def refuse_coded_arithmetic(recipe: Recipe, models: Sequence[Model]) -> None:
@@ -86,6 +90,14 @@ def stale_settings(recipe: Recipe, models: Sequence[Model], template: Checkpoint
     return config_places(template.stated, QUANTISATION_KEYS)
 
 
+def raw_form(model: Model) -> StoredForm | None:
+    """The form of a whole model's codes; None if it has none, or if they are decoded."""
+    form = model.checkpoint.form
+    if form is None or any(p.codes for view in model.views.values() for p in view.stored):
+        return None
+    return form
+
+
 def coded_part(
     view: TensorView, checkpoints: Sequence[Checkpoint]
 ) -> tuple[Checkpoint, StoredForm] | None:
@@ -95,7 +107,7 @@ def coded_part(
     """
     for part in view.stored:
         form = checkpoints[part.source].form
-        if form is not None and part.entry.name in form.coded:
+        if form is not None and part.codes is None and part.entry.name in form.coded:
             return checkpoints[part.source], form
     return None
 
@@ -111,8 +123,15 @@ def coded_error(
         where=f"{checkpoint.name}, tensor {name}",
         expected="weights as plain numbers (bfloat16, float16, float32)",
         found=f"{dtype} whose numbers mean something only together with other tensors",
-        next_step=form.step,
+        next_step=_AS_PLAIN if decodable(checkpoint) else form.step,
     )
+
+
+#: For verbs that take plain numbers alone, and recipes whose results cannot keep the codes.
+_AS_PLAIN = (
+    "write it as plain numbers by a recipe with `merge_method: passthrough`, this model and "
+    "`dtype: bfloat16`, and give the result"
+)
 
 
 def _sources(t: TensorRecipe, models: Sequence[Model]) -> Iterator[tuple[Model, TensorView]]:
@@ -141,7 +160,7 @@ def _refuse_mixed_forms(recipe: Recipe, models: Sequence[Model]) -> None:
     """Raise where outputs come from whole models of which some are stored otherwise."""
     settings: dict[str, Mapping[str, object]] = {}
     for model in (models[n] for n in sorted(recipe.used) if not models[n].is_partial):
-        form = model.checkpoint.form
+        form = raw_form(model)
         settings[model.name] = {} if form is None else {"form": form.name, **form.settings}
     if len({str(s) for s in settings.values()}) > 1 and is_coded(recipe, models):
         named = ", ".join(f"{n}: {s.get('form', 'plain numbers')}" for n, s in settings.items())

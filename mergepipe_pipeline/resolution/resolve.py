@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from base64 import b64decode
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import TypedDict, Unpack
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
+from mergepipe_pipeline.domain.decoding import decodable
 from mergepipe_pipeline.domain.layers import is_head
 from mergepipe_pipeline.domain.model import Model, grid_for
 from mergepipe_pipeline.domain.model_config import ties_head
@@ -258,8 +260,28 @@ def _as_asked(recipe: Recipe, request: Request) -> Recipe:
 def open_stage(places: Places, parsed: ParsedRecipe) -> tuple[Recipe, list[Model]]:
     """The recipe's output tensors with their inputs, and its models.
 
+    Codes that are only copied stay as they are stored; where that cannot be, all codes are decoded.
     Raises as `resolve` does, for what the models' structure alone can tell.
     """
+    try:
+        return _open_stage(places, parsed, decoded=False)
+    except MergePipeError:
+        if not _has_decodable(places, parsed.references):
+            raise
+    return _open_stage(places, parsed, decoded=True)
+
+
+def _has_decodable(places: Places, references: Sequence[ModelRef]) -> bool:
+    for ref in references:
+        with suppress(MergePipeError):  # which the stage's own opening has said
+            if any(map(decodable, places.of(ref))):
+                return True
+    return False
+
+
+def _open_stage(
+    places: Places, parsed: ParsedRecipe, *, decoded: bool
+) -> tuple[Recipe, list[Model]]:
     problems: list[MergePipeError] = []
     models = open_models(
         places,
@@ -268,6 +290,7 @@ def open_stage(places: Places, parsed: ParsedRecipe) -> tuple[Recipe, list[Model
         problems,
         partial(placed_in, parsed),
         parsed.not_aligned,
+        decoded=decoded,
     )
     if problems:
         raise several(problems, parsed)

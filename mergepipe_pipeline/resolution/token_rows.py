@@ -30,7 +30,7 @@ from mergepipe_pipeline.domain.layers import beside_rows, vocabulary_axis
 from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.domain.recipe import Recipe, TensorRecipe
 from mergepipe_pipeline.domain.segments import COARSE_ELEMS
-from mergepipe_pipeline.domain.view import Part, RowValues, Run, TensorView, view_of
+from mergepipe_pipeline.domain.view import Part, RowValues, Run, TensorView, view_of_part
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError
 from mergepipe_pipeline.facts.input_segments import checkpoint_inputs
@@ -408,13 +408,13 @@ class _RowReader:
     def row(self, view: TensorView, model: int, at: int) -> torch.Tensor:
         """Row `at` of a view of a model. Raises CorruptionError."""
         part = view.stored[0]
-        width = part.entry.numel // part.entry.shape[vocabulary_axis(view.name) or 0]
-        first, size = at * width // COARSE_ELEMS, itemsize(part.entry.dtype)
+        width = part.numel // part.shape[vocabulary_axis(view.name) or 0]
+        first, size = at * width // COARSE_ELEMS, itemsize(part.dtype)
         last = -(-(at + 1) * width // COARSE_ELEMS)
         segments = [self._segment(model, part, number) for number in range(first, last)]
         raw = segments[0] if len(segments) == 1 else np.concatenate(segments)
         start = (at * width - first * COARSE_ELEMS) * size
-        return as_float32(raw[start : start + width * size], part.entry.dtype).view(
+        return as_float32(raw[start : start + width * size], part.dtype).view(
             beside_rows(view.name, view.shape) or ()
         )
 
@@ -431,7 +431,7 @@ class _RowReader:
         if key not in self._verifiers:
             checkpoints = self._models[model].checkpoints
             inputs = checkpoint_inputs(self._warehouse, checkpoints).of_part(part)
-            whole = view_of(part.entry, part.source)
+            whole = view_of_part(part, part.entry.name)
             self._verifiers[key] = whole, Verifier(whole, inputs)
         return self._verifiers[key]
 

@@ -216,7 +216,7 @@ def _rows_of(t: TensorRecipe, models: Sequence[Model], template: int, axis: int)
     views = {m: models[m].views[name] for m, name in reversed(sources)}
     new = views[sources[0][0]].shape[axis]
     own = views.get(template)
-    return (own.stored[0].entry.shape[axis] if own and own.stored else new), new
+    return (own.stored[0].shape[axis] if own and own.stored else new), new
 
 
 def _sizes(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:

@@ -1,0 +1,270 @@
+"""Decodes codes with scales to the values that they mean, a run of elements at a time.
+
+Sources: OCP Microscaling Formats 1.0 (E2M1, E4M3, E5M2, E8M0), the layouts of compressed-tensors,
+transformers and modelopt. Scales that many runs share, and matrices that are stored turned, are
+read once and kept by the reader.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mergepipe_pipeline.arrays import F32Array, U8Array
+from mergepipe_pipeline.bfloat16 import NAN_BITS, nearest
+from mergepipe_pipeline.checkpoints.reader import BlockReader
+from mergepipe_pipeline.domain.checkpoint import TensorEntry
+from mergepipe_pipeline.domain.codes import N_BITS, Codes, Element
+from mergepipe_pipeline.dtypes import itemsize
+from mergepipe_pipeline.errors import CheckpointError
+from mergepipe_pipeline.jit import cached_njit
+
+if TYPE_CHECKING:
+    from mergepipe_pipeline.storage.read_batch import ReadBatch
+
+
+def read_values(
+    reader: BlockReader,
+    entry: TensorEntry,
+    codes: Codes,
+    start_elem: int,
+    out: memoryview,
+    batch: ReadBatch | None = None,
+) -> None:
+    """Fill `out` with the bytes of values [start, …) of what `entry` codes.
+
+    With a `batch`, codes are read and decoded when it runs. Raises as `BlockReader.read_into`, and
+    CheckpointError for a stored shape that is not the one that other tensors tell.
+    """
+    stop_elem = start_elem + len(out) // itemsize(codes.dtype)
+    if start_elem == stop_elem:
+        return
+    if codes.stated_shape:
+        _refuse_other_shape(reader, codes, codes.stated_shape)
+    if codes.is_turned:
+        _read_turned(reader, entry, codes, start_elem, out)
+        return
+    first, stop = codes.code_range(entry, start_elem, stop_elem)
+    raw = np.empty((stop - first) * itemsize(entry.dtype), np.uint8)
+    scales = _scales(reader, codes, start_elem, stop_elem)
+    zeros = _zeros(reader, codes, start_elem, stop_elem)
+    places = start_elem, stop_elem, first * itemsize(entry.dtype) * 8 // N_BITS[codes.element]
+    decode = partial(_decode, codes, raw, scales, zeros, places, _table(codes, entry.dtype), out)
+    if batch is None:
+        reader.read_into(entry, first, stop, raw.data)
+        decode()
+    else:
+        reader.put(batch, entry, first, stop, raw.data)
+        batch.then(decode)
+
+
+def _decode(
+    codes: Codes,
+    raw: U8Array,
+    scales: tuple[F32Array, int],
+    zeros: F32Array,
+    places: tuple[int, int, int],
+    table: F32Array,
+    out: memoryview,
+) -> None:
+    """Decode values [start, stop) of `places`; the third is the value of the first code in `raw`.
+
+    `scales` come with the number of the first of them; `zeros`, if any, lie beside them.
+    """
+    start, stop, first = places
+    values = np.empty(stop - start, np.float32)
+    shape = (*codes.matrix, *codes.block, *codes.grid, int(codes.scales.numel > 1))
+    sizes = np.array(shape, np.int64)
+    is_half = N_BITS[codes.element] == 4
+    decode_run(raw, first, is_half, table, *scales, zeros, sizes, start, values)
+    _put(values, codes.dtype, out)
+
+
+@cached_njit(nogil=True)
+def decode_run(
+    raw: U8Array,
+    first_code: int,
+    is_half: bool,
+    table: F32Array,
+    scales: F32Array,
+    first_scale: int,
+    zeros: F32Array,
+    sizes: Any,
+    start: int,
+    out: F32Array,
+) -> None:
+    """Fill `out` with values [start, start + n): (table[code] − zero) · scale.
+
+    Args:
+        raw: codes as stored, from code `first_code` on.
+        first_code: the element of the first code.
+        is_half: two codes lie in a byte, the lower bits first.
+        table: [256] or [16], the number of each code.
+        scales: float32, from number `first_scale` on.
+        first_scale: the number of the first scale.
+        zeros: beside the scales, or [0].
+        sizes: int64 [7], rows and columns of a matrix, of a block, of the grid of scales, and
+            whether there are several scales.
+        start: the first element.
+        out: float32 [n].
+    """
+    n_rows, n_cols, block_rows, block_cols = sizes[0], sizes[1], sizes[2], sizes[3]
+    grid_rows, grid_cols, has_many = sizes[4], sizes[5], sizes[6]
+    at, n = 0, len(out)
+    while at < n:
+        row, col = (start + at) // n_cols, (start + at) % n_cols
+        grid_row = row // n_rows * grid_rows + row % n_rows // block_rows
+        end = min(n, at + min(block_cols - col % block_cols, n_cols - col))
+        number = has_many * (grid_row * grid_cols + col // block_cols - first_scale)
+        scale = scales[number]
+        zero = zeros[number] if len(zeros) else np.float32(0)
+        for i in range(at, end):
+            code = start + i - first_code
+            bits = (raw[code >> 1] >> ((code & 1) << 2)) & 15 if is_half else raw[code]
+            out[i] = (table[bits] - zero) * scale
+        at = end
+
+
+def _scales(
+    reader: BlockReader, codes: Codes, start_elem: int, stop_elem: int
+) -> tuple[F32Array, int]:
+    """The scales of values [start, stop) as float32, times the factor, and the first's number."""
+    entry, (first, stop) = codes.scales, codes.scale_range(start_elem, stop_elem)
+    if codes.is_run:
+        raw: Any = np.frombuffer(reader.read(entry, first, stop), np.uint8)
+    else:
+        size = itemsize(entry.dtype)
+        raw = reader.kept(entry, 0, entry.numel)[first * size : stop * size]
+    return _with_factor(reader, codes, _floats(raw, entry.dtype)), first
+
+
+def _with_factor(reader: BlockReader, codes: Codes, scales: F32Array) -> F32Array:
+    if codes.factor is None:
+        return scales
+    raw = reader.kept(codes.factor, 0, 1)
+    factor = _floats(raw, codes.factor.dtype)[0]
+    with np.errstate(all="ignore"):  # what is not finite is refused where it is merged
+        made: F32Array = scales / factor if codes.is_divisor else scales * factor
+    return made
+
+
+def _zeros(reader: BlockReader, codes: Codes, start_elem: int, stop_elem: int) -> F32Array:
+    """The zeros of values [start, stop), beside their scales; [0] where there are none."""
+    entry = codes.zeros
+    if entry is None:
+        return np.empty(0, np.float32)
+    first, stop = codes.scale_range(start_elem, stop_elem)
+    size = itemsize(entry.dtype)
+    a, b = codes.zero_range(start_elem, stop_elem)
+    raw = reader.kept(entry, 0, entry.numel)[a * size : b * size]
+    table = _table(codes, entry.dtype)
+    zeros: F32Array
+    if entry.dtype != "I32":
+        zeros = table[raw]
+        return zeros
+    n_bits, n_cols = N_BITS[codes.element], codes.grid[1]
+    words = raw.view("<u4").reshape(-1, n_cols)  # [rows of words, columns]
+    shifts = np.arange(0, 32, n_bits, dtype=np.uint32)[None, :, None]
+    bits = (words[:, None, :] >> shifts) & np.uint32((1 << n_bits) - 1)
+    zeros = table[bits.reshape(-1)]
+    skipped = first - a // n_cols * (32 // n_bits) * n_cols
+    return zeros[skipped : skipped + stop - first]
+
+
+def _read_turned(
+    reader: BlockReader, entry: TensorEntry, codes: Codes, start_elem: int, out: memoryview
+) -> None:
+    """Read values of matrices that are stored turned; what is allowed of each is read once."""
+    size, n_elems = itemsize(codes.dtype), prod(codes.shape[-2:])
+    n_rows, n_groups = codes.grid
+    per_group = codes.block[1] * N_BITS[codes.element] // 8
+    table, n_cols = _table(codes, entry.dtype), codes.shape[-1]
+    stop_elem = start_elem + len(out) // size
+    for matrix in range(start_elem // n_elems, (stop_elem - 1) // n_elems + 1):
+        a, b = max(start_elem, matrix * n_elems), min(stop_elem, (matrix + 1) * n_elems)
+        first, stop = codes.turned_groups(matrix, a, b)
+        at, end = matrix * n_rows * n_groups, (matrix + 1) * n_rows * n_groups
+        step = per_group // itemsize(entry.dtype)
+        raw = reader.kept(entry, at * step, end * step).reshape(n_rows, n_groups, per_group)
+        scale_raw = reader.kept(codes.scales, at, end).reshape(n_rows, n_groups)
+        scales = _floats(np.ascontiguousarray(scale_raw[:, first:stop]).reshape(-1), "F8_E8M0")
+        part = raw[:, first:stop]  # [rows of codes, groups, bytes]
+        bits = np.stack([part & 15, part >> 4], -1).reshape(n_rows, stop - first, codes.block[1])
+        with np.errstate(all="ignore"):
+            values = table[bits] * scales.reshape(n_rows, stop - first, 1)
+        turned = np.ascontiguousarray(values.reshape(n_rows, -1).T).reshape(-1)
+        skipped = a - matrix * n_elems - first * codes.block[1] * n_cols
+        piece = out[(a - start_elem) * size : (b - start_elem) * size]
+        _put(turned[skipped : skipped + b - a], codes.dtype, piece)
+
+
+def _refuse_other_shape(reader: BlockReader, codes: Codes, entry: TensorEntry) -> None:
+    stated = tuple(reader.kept(entry, 0, entry.numel).view("<i8").tolist())
+    if stated != codes.shape:
+        raise CheckpointError(
+            "Codes are of another shape than their scales",
+            where=f"{entry.file}, tensor {entry.name}",
+            expected=f"{list(codes.shape)}, as codes and scales are",
+            found=str(list(stated)),
+            next_step="get the checkpoint again; if it is so where it comes from, merge the model "
+            "that it was made from",
+        )
+
+
+def _table(codes: Codes, stored: str) -> F32Array:
+    """The number of each code."""
+    if codes.element == "E2M1":
+        positive = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+        return np.concatenate([positive, -positive])
+    if codes.element in _SMALL_FLOATS:
+        return _small_floats(codes.element)
+    n_codes = 1 << N_BITS[codes.element]
+    if stored == "I8":
+        return np.arange(n_codes, dtype=np.uint8).view(np.int8).astype(np.float32)
+    return np.arange(n_codes, dtype=np.float32) - np.float32(n_codes // 2)
+
+
+#: Bits of the fraction, and the bias of the exponent.
+_SMALL_FLOATS: dict[Element, tuple[int, int]] = {"F8_E4M3": (3, 7), "F8_E5M2": (2, 15)}
+
+
+def _small_floats(element: Element) -> F32Array:
+    """The numbers of all floats of eight bits."""
+    n_fraction, bias = _SMALL_FLOATS[element]
+    bits = np.arange(128)
+    exponent, fraction = bits >> n_fraction, bits & ((1 << n_fraction) - 1)
+    significand = np.where(exponent > 0, fraction + (1 << n_fraction), fraction)
+    positive = np.ldexp(significand, np.maximum(exponent, 1) - bias - n_fraction)
+    if element == "F8_E4M3":
+        positive[127] = np.nan  # it has no infinity
+    else:
+        positive[124:] = [np.inf, np.nan, np.nan, np.nan]
+    return np.concatenate([positive, -positive]).astype(np.float32)
+
+
+def _floats(raw: U8Array, dtype: str) -> F32Array:
+    """Scales as float32."""
+    if dtype in ("F8_E8M0", "U8"):
+        table = np.ldexp(1.0, np.arange(255) - 127).astype(np.float32)
+        table = np.append(table, np.float32(np.nan))
+        scales: F32Array = table[raw]
+        return scales
+    if dtype in _SMALL_FLOATS:
+        return _small_floats(dtype)[raw]
+    if dtype == "BF16":
+        return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
+    return raw.view({"F16": "<f2", "F32": "<f4"}[dtype]).astype(np.float32)
+
+
+def _put(values: F32Array, dtype: str, out: memoryview) -> None:
+    """Write float32 values as `dtype`, rounded to nearest, ties to even."""
+    if dtype == "BF16":
+        bits = nearest(values.view(np.uint32)).astype(np.uint16)
+        bits[np.isnan(values)] = NAN_BITS
+        np.frombuffer(out, np.uint16)[:] = bits
+    else:
+        with np.errstate(over="ignore"):
+            np.frombuffer(out, {"F16": "<f2", "F32": "<f4"}[dtype])[:] = values

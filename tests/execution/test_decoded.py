@@ -1,0 +1,110 @@
+"""A family in codes is merged as the same family in plain numbers, and within its budget."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mergepipe_pipeline.execution.run import MergeOutcome
+from mergepipe_pipeline.warehouse import Warehouse
+from tests.execution.test_run import run, tensors
+from tests.support.codes import FORMS, GPT_OSS_SETTINGS, Tensors, gpt_oss
+
+pytest.importorskip("compressed_tensors")
+
+SHAPES = {"up_proj": (192, 128), "down_proj": (128, 192)}
+BUDGETS = ("100%", "25%", "10%")
+METHODS = ("ties", "task_arithmetic")
+
+
+def tame(stored: Tensors) -> Tensors:
+    """The same with codes that are numbers, and scales whose products with them are no large ones.
+
+    A merge refuses what is not finite.
+    """
+    for name, tensor in stored.items():
+        raw = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else None
+        if raw is not None:
+            raw[(raw & 0x7F) == 0x7F] = 0x31
+        elif tensor.element_size() == 1 and "scale" in name:
+            tensor.view(torch.uint8).remainder_(12).add_(110)
+        elif "scale" in name:
+            tensor.clamp_(max=100)
+    return stored
+
+
+def family(folder: Path, form: str) -> None:
+    """Base and two experts as codes, and as what another library makes of these."""
+    for number, name in enumerate(("base", "a", "b")):
+        coded: Tensors = {}
+        plain: Tensors = {}
+        for layer in range(2):
+            g = torch.Generator().manual_seed(10 * number + layer)
+            if form == "gpt-oss":
+                stored = tame(gpt_oss(g, 2, 64, 4))
+                module, values = "mlp", {"experts.gate_up_proj": meant_by_transformers(stored)}
+                add(coded, plain, f"model.layers.{layer}.{module}.", stored, values)
+                continue
+            for leaf, shape in SHAPES.items():
+                stored = tame(FORMS[form].stored(g, *shape))
+                values = {"weight": FORMS[form].meant(stored, *shape)}
+                add(coded, plain, f"model.layers.{layer}.mlp.{leaf}.", stored, values)
+        settings = GPT_OSS_SETTINGS if form == "gpt-oss" else dict(FORMS[form].settings)
+        write(folder / f"{name}-coded", coded, {"quantization_config": settings})
+        write(folder / f"{name}-plain", plain, {})
+
+
+def meant_by_transformers(stored: Tensors) -> torch.Tensor:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    values: torch.Tensor = convert_moe_packed_tensors(*stored.values())
+    return values
+
+
+def add(coded: Tensors, plain: Tensors, prefix: str, stored: Tensors, values: Tensors) -> None:
+    coded |= {prefix + n: t.contiguous() for n, t in stored.items()}
+    plain |= {prefix + n: t.contiguous() for n, t in values.items()}
+
+
+def write(folder: Path, weights: Tensors, settings: dict[str, object]) -> None:
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **settings}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def merged(home: Warehouse, folder: Path, method: str, kind: str, budget: str) -> MergeOutcome:
+    experts = "".join(
+        f"- {{model: {folder}/{n}-{kind}, parameters: {{weight: 0.5, density: 0.5}}}}\n"
+        for n in "ab"
+    )
+    text = f"merge_method: {method}\nbase_model: {folder}/base-{kind}\nmodels:\n{experts}"
+    return run(home, f"{text}dtype: bfloat16\nbudget: {budget}\n", block_elems=4096)
+
+
+@pytest.mark.parametrize("form", [*FORMS, "gpt-oss"])
+def test_a_merge_of_codes_is_that_of_the_numbers_that_they_mean(
+    home: Warehouse, tmp_path: Path, form: str
+) -> None:
+    family(tmp_path, form)
+    for method, budget in ((m, b) for m in METHODS for b in BUDGETS):
+        ours = merged(home, tmp_path, method, "coded", budget)
+        theirs = merged(home, tmp_path, method, "plain", budget)
+        s = ours.summary()
+        assert s["expert_bytes_read"] <= s["expert_bytes_planned"] <= s["budget_bytes"]
+        if covered(ours) == covered(theirs):
+            a, b = tensors(ours.snapshot.path), tensors(theirs.snapshot.path)
+            assert a.keys() == b.keys()
+            assert all(torch.equal(a[n], b[n]) for n in a), (method, budget)
+        else:  # scales make some blocks dearer than others
+            assert budget != "100%"
+    config = json.loads((Path(ours.snapshot.path) / "config.json").read_text())
+    assert "quantization_config" not in config
+
+
+def covered(merge: MergeOutcome) -> list[object]:
+    return [e.covered for layer in merge.plan.layers for t in layer.tasks for e in t.experts]
