@@ -126,6 +126,7 @@ LONG = (
     "test_jit.py",
     "tokenizer/test_mergekit.py",
     "tools/test_convert.py",
+    "tools/test_gguf.py",
     "ui",
     "verbs/test_compare.py",
     "verbs/test_curve.py",

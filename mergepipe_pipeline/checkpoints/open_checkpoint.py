@@ -414,14 +414,19 @@ _MLX_KEYS = frozenset({"fine_tune_type", "lora_parameters"})
 def pickled(files: Sequence[str], expected: str, uri: str) -> CheckpointError:
     """The error for files that unpickling or another program would read."""
     return CheckpointError(
-        "This format is never read: loading it can run code",
+        "This format is not merged as it is"
+        if files[0].endswith(".gguf")
+        else "This format is never read: loading it can run code",
         where=f"{uri}, {text_of(files[0])}",
         expected=expected,
         found=text_of(", ".join(files[:3])),
-        next_step="GGUF is for inference: get the model that it was made from"
-        if files[0].endswith(".gguf")
-        else ("download it, then " if "://" in uri else "")
-        + "`mergepipe convert` writes it as safetensors, and runs nothing of it",
+        next_step=("download it, then " if "://" in uri else "")
+        + (
+            "`mergepipe convert FILE.gguf` decodes it and writes safetensors; "
+            "better is the model that it was made from"
+            if files[0].endswith(".gguf")
+            else "`mergepipe convert` writes it as safetensors, and runs nothing of it"
+        ),
     )
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _OUT = click.option(
     "--out", type=click.Path(), help="Write a plain folder here (default: a snapshot)."
 )
+_DTYPE = click.Choice(["float32", "float16", "bfloat16"])
 #: What is told of each side of a transplanted vocabulary.
 _TRANSPLANTED = (
     "same",
@@ -37,19 +38,30 @@ _WIDTH = 92
 @click.command()
 @click.argument("path", type=click.Path())
 @_OUT
+@click.option("--dtype", type=_DTYPE, help="Of GGUF alone: the type of every tensor.")
 @verb
-def convert(console: Console, path: str, out: str | None) -> None:
-    """Write pickled weights (.bin, .pt, .pth, .ckpt) as safetensors; nothing of them is run.
+def convert(console: Console, path: str, out: str | None, dtype: str | None) -> None:
+    """Write pickled weights (.bin, .pt, .pth, .ckpt) or a GGUF file as safetensors.
 
-    PATH is a folder, or one file. A process of its own with bounds of memory and time reads each.
+    PATH is a folder, or one file. Nothing of a pickle is run: a process of its own with bounds of
+    memory and time reads it. GGUF needs the extra `gguf`; its tensors keep their types, and
+    quantised ones become bfloat16.
     """
+    from mergepipe_pipeline.dtypes import code_from_name
     from mergepipe_pipeline.verbs.tools import convert as run
 
-    done = run(console.place, path, out, console.progress)
+    code = None if dtype is None else code_from_name(dtype, "--dtype")
+    done = run(console.place, path, out, console.progress, dtype=code)
     details = done.details
     lines = [
         f"{counted(details['tensors'], 'tensor')} from {counted(len(details['files']), 'file')}"
     ]
+    if "stored_as" in details:
+        kinds = ", ".join(f"{n} {kind}" for kind, n in details["stored_as"].items())
+        lines += [f"  stored as {kinds}; written {details['written_as']}"]
+        lines += [f"  {counted(details['rounded'], 'number')} rounded, {details['rounding']}"]
+        _show(console, done, *lines)
+        return
     lines += [f"  tied to the embedding, not stored: {name}" for name in details["tied"]]
     lines += [f"  same memory as {a}, stored too: {b}" for b, a in details["shared"].items()]
     lines += [f"  no tensor, left out: {name}" for name in details["left_out"]]
@@ -78,7 +90,7 @@ def convert(console: Console, path: str, out: str | None) -> None:
 )
 @click.option(
     "--dtype",
-    type=click.Choice(["float32", "float16", "bfloat16"]),
+    type=_DTYPE,
     default="float32",
     show_default=True,
     help="Type of the factors.",

@@ -222,7 +222,7 @@ def convert_pickles(
         copies = {name: beside.read_range(name, 0, nbytes) for name, nbytes in side.items()}
     with drafted(warehouse, "convert", place) as draft:
         draft.side_files |= copies
-        with _unchanged(folder, files):
+        with unchanged(folder, files):
             with progress.task(f"read {folder.name}", sum(sizes.values())) as advance:
                 digests = {file: file_sha256(folder / file, advance) for file in files}
             conversion = convert_files(draft, folder, files, named, progress)
@@ -236,7 +236,7 @@ def convert_pickles(
 
 
 @contextmanager
-def _unchanged(folder: Path, files: Sequence[str]) -> Iterator[None]:
+def unchanged(folder: Path, files: Sequence[str]) -> Iterator[None]:
     """Raise CheckpointChangedError if a file has another size or time when the context ends.
 
     What is digested and what is converted are two readings.
@@ -247,7 +247,7 @@ def _unchanged(folder: Path, files: Sequence[str]) -> Iterator[None]:
         for file, stamp in before.items():
             if (now := _stamp(source, file)) != stamp:
                 raise CheckpointChangedError(
-                    "A pickled file changed while it was converted",
+                    "A file changed while it was converted",
                     where=str(folder / file),
                     expected=stamp,
                     found=now,

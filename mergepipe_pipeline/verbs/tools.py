@@ -15,6 +15,7 @@ from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.tools.adapter import Extraction, Extractor, RankChoice, details_of
 from mergepipe_pipeline.tools.convert import convert_pickles
+from mergepipe_pipeline.tools.gguf_convert import convert_gguf, gguf_file
 from mergepipe_pipeline.tools.models import making
 from mergepipe_pipeline.tools.moe import Mixture, parameters_of
 from mergepipe_pipeline.tools.moe_gates import load_moe_config
@@ -31,14 +32,27 @@ def convert(
     path: str,
     out: str | Path | None = None,
     progress: Progress | None = None,
+    *,
+    dtype: str | None = None,
 ) -> Made:
-    """Write the weights of a folder or file of pickles as safetensors, config and tokenizer beside.
+    """Write pickles, or a GGUF file, as safetensors with config and tokenizer beside.
 
-    A result that is there is left as it is. Raises CheckpointError for what is no local path, holds
-    safetensors already, or is not weights alone; CheckpointChangedError for a file that changes
-    meanwhile.
+    A result that is there is left as it is. `dtype`, a code of safetensors, is for GGUF: the type
+    of every tensor (none: as stored, and bfloat16 for codes). Raises CheckpointError for what is no
+    local path, holds safetensors already, or is not weights alone; CheckpointChangedError for a
+    file that changes meanwhile.
     """
     given = Path(path).expanduser().resolve()
+    if (file := gguf_file(given)) is not None:
+        return convert_gguf(warehouse, given, file, out, dtype, progress or Silent())
+    if dtype is not None:
+        raise MergePipeError(
+            "A type is asked for, and pickled tensors keep theirs",
+            where=f"--dtype {dtype}",
+            expected="a GGUF file",
+            found=str(given),
+            next_step="leave it out; a merge's `dtype` casts",
+        )
     return convert_pickles(warehouse, given, out, progress or Silent())
 
 

@@ -53,7 +53,7 @@ EXTRAS = {name: declared(texts) for name, texts in PROJECT["optional-dependencie
 
 def test_what_the_product_imports_is_a_dependency_and_each_dependency_is_imported() -> None:
     assert imported(EVERYWHERE - DEMO) == CORE.union(
-        *(EXTRAS[name] for name in ("remote", "search"))
+        *(EXTRAS[name] for name in ("gguf", "remote", "search"))
     )
 
 

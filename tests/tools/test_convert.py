@@ -155,7 +155,7 @@ def test_a_file_that_unfolds_to_terabytes_is_refused_and_leaves_nothing(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["old", "warehouse"]
 
 
-class _Replacing(Silent):
+class Replacing(Silent):
     """Puts another file in the place of a pickled one as soon as it was digested."""
 
     def __init__(self, new: Path, place: Path) -> None:
@@ -178,7 +178,7 @@ def test_a_file_that_is_replaced_while_it_is_converted_is_refused(
     torch.save({n: -t for n, t in torch.load(weights).items()}, other)
     out = None if to == "snapshot" else tmp_path / "out"
     with pytest.raises(CheckpointChangedError, match=r"pytorch_model\.bin"):
-        convert(home, str(folder), out, _Replacing(other, weights))
+        convert(home, str(folder), out, Replacing(other, weights))
     assert not list(home.snapshots.glob("*"))
     assert not (tmp_path / "out").exists()
     same(read(convert(home, str(folder), out).path), torch.load(other))
