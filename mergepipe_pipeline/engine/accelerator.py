@@ -73,7 +73,7 @@ def stays_on_cpu(task: TensorTask) -> bool:
     """
     params = dict(task.params)
     return (
-        task.operator == "arcee_fusion"
+        task.operator in ("arcee_fusion", "mean")
         or (task.operator == "model_stock" and bool(params.get("filter_wise", False)))
         or (task.operator == "nuslerp" and not params.get("nuslerp_flatten", True))
     )

@@ -37,6 +37,7 @@ NAMES = ("full", "low rank on a full one", "low rank", "delta", "cropped", "gath
 #: Method and model parameters, and the plan's facts.
 MERGES: dict[str, tuple[Params, Params, tuple[float, ...]]] = {
     "linear": ((), (), ()),
+    "mean": ((), (), ()),
     "task_arithmetic": ((("normalize", True), ("lambda", 0.7)), (), ()),
     "ties": ((("rescale", True),), (("density", 0.3),), ()),
     "dare_linear": ((("variant", "paper"),), (("density", 0.3),), ()),

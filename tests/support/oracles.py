@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
@@ -303,6 +304,12 @@ def arcee_fusion(case: Case) -> Floats:
     return merged
 
 
+def mean(case: Case) -> Floats:
+    """Σ Tᵢ / n, of fractions."""
+    columns = (map(Fraction, column.tolist()) for column in case.experts.T)
+    return np.array([float(sum(column) / len(case.experts)) for column in columns])
+
+
 def nearswap(case: Case) -> Floats:
     """w·T + (1 − w)·B with w = clamp(t / max(|B − T|, 1e-6), 0, 1)."""
     assert case.base is not None
@@ -344,6 +351,7 @@ def ramplus_tl(case: Case) -> Floats:
 #: One oracle per registered operator; the conformance suite asks for it by name.
 ORACLES: dict[str, Callable[[Case], Floats]] = {
     "linear": linear,
+    "mean": mean,
     "passthrough": passthrough,
     "task_arithmetic": task_arithmetic,
     "ties": ties,
