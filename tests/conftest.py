@@ -127,6 +127,7 @@ LONG = (
     "tokenizer/test_mergekit.py",
     "tools/test_convert.py",
     "tools/test_gguf.py",
+    "tools/test_gguf_faults.py",
     "ui",
     "verbs/test_compare.py",
     "verbs/test_curve.py",

@@ -15,6 +15,7 @@ import numpy as np
 
 from mergepipe_pipeline.arrays import F32Array
 from mergepipe_pipeline.errors import CheckpointError
+from mergepipe_pipeline.storage.regular import text_of
 from mergepipe_pipeline.tools.gguf_file import GgufFile, Value, refused
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
@@ -67,7 +68,7 @@ def architecture_of(file: GgufFile) -> str:
                 "A GGUF file holds no whole model",
                 where=f"{file.path}, {key}",
                 expected=str(expected),
-                found=str(file.metadata[key])[:80],
+                found=text_of(str(file.metadata[key])[:80]),
                 next_step="join the parts with llama.cpp's `llama-gguf-split --merge`"
                 if key == "split.count"
                 else "give the file of the model itself",
@@ -78,7 +79,7 @@ def architecture_of(file: GgufFile) -> str:
             "This architecture is not converted from GGUF",
             where=f"{file.path}, {_ARCHITECTURE}",
             expected=", ".join(ARCHITECTURES),
-            found=str(name)[:80],
+            found=text_of(str(name)[:80]),
             next_step="get the model that the file was made from",
         )
     return str(name)
@@ -120,9 +121,9 @@ class _Keys:
         for key in sorted(self._left):
             raise CheckpointError(
                 "A GGUF file says something of its model that this version does not understand",
-                where=f"{self._file.path}, {key[:200]}",
+                where=f"{self._file.path}, {text_of(key[:200])}",
                 expected="keys whose meaning in a config is known",
-                found=f"{self._file.metadata[key]!r}"[:80],
+                found=text_of(str(self._file.metadata[key])[:80]),
                 next_step="get the model that the file was made from",
             )
 
@@ -138,6 +139,8 @@ def config_values(file: GgufFile, architecture: str) -> dict[str, Any]:
     keys.agree("embedding_length", hidden)
     keys.agree("vocab_size", n_rows)
     keys.agree("attention.causal", True)
+    if known.is_permuted:
+        keys.agree("tensor_data_layout", "Meta AI original pth")
     heads = keys.whole("attention.head_count")
     pairs = keys.whole("attention.head_count_kv", heads)
     if heads % pairs:
@@ -235,6 +238,8 @@ def _scaling(keys: _Keys) -> dict[str, Any]:
     """How the context was stretched. A factor without a type is linear."""
     kind = keys.take("rope.scaling.type", "linear")
     keys.take("rope.scaling.finetuned", None)
+    context = "rope.scaling.original_context_length"
+    original = keys.whole(context, 0, least=0)
     factor = keys.number("rope.scaling.factor", 1.0)
     if kind == "none" or (kind == "linear" and factor == 1):
         return {"rope_type": "default"}
@@ -242,7 +247,8 @@ def _scaling(keys: _Keys) -> dict[str, Any]:
         return {"rope_type": "linear", "factor": factor}
     if kind != "yarn":
         raise keys.wrong("rope.scaling.type", "none, linear or yarn", kind)
-    original = keys.whole("rope.scaling.original_context_length")
+    if not original:
+        raise keys.wrong(context, "the context before it was stretched", original)
     return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
 
 

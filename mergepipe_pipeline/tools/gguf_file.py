@@ -26,7 +26,7 @@ SUFFIX = ".gguf"
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _ALIGNMENT = "general.alignment"
 _DEFAULT_ALIGNMENT, _MOST_ALIGNMENT = 32, 1 << 16
-_MOST_HEADER_NBYTES = 256 << 20
+_MOST_HEADER_NBYTES = 64 << 20
 _PIECE_NBYTES = 1 << 20
 _MOST_NAME_NBYTES = 1 << 10
 _MOST_DIMENSIONS = 4
@@ -252,7 +252,10 @@ class _Header:
             self._take(count * width, place)
             return Listed(count)
         for _ in range(count):
-            self._take(self._number("Q", place), place)
+            nbytes = self._number("Q", place)
+            if nbytes > _MOST_NAME_NBYTES:  # merges are looked for at each letter of a token
+                raise refused(self._path, place, f"texts of {_MOST_NAME_NBYTES} bytes", nbytes)
+            self._take(nbytes, place)
         return Listed(count)
 
     def _name(self, place: str) -> str:

@@ -141,7 +141,7 @@ def tokenizer_files(file: GgufFile, folder: Path) -> dict[str, bytes]:
             "The tokenizer of a GGUF file is of a kind that is not converted",
             where=f"{file.path}, tokenizer.ggml.model and tokenizer.ggml.pre",
             expected="llama, or gpt2 with a way to split text that is known",
-            found=f"{str(kind)[:80]} with {str(split)[:80]}",
+            found=text_of(f"{str(kind)[:80]} with {str(split)[:80]}"),
             next_step="put the original's tokenizer.json and tokenizer_config.json beside the file "
             "and give the folder",
         )
