@@ -222,7 +222,7 @@ def convert_pickles(
         copies = {name: beside.read_range(name, 0, nbytes) for name, nbytes in side.items()}
     with drafted(warehouse, "convert", place) as draft:
         draft.side_files |= copies
-        with unchanged(folder, files):
+        with unchanged([folder / file for file in files]):
             with progress.task(f"read {folder.name}", sum(sizes.values())) as advance:
                 digests = {file: file_sha256(folder / file, advance) for file in files}
             conversion = convert_files(draft, folder, files, named, progress)
@@ -236,27 +236,27 @@ def convert_pickles(
 
 
 @contextmanager
-def unchanged(folder: Path, files: Sequence[str]) -> Iterator[None]:
+def unchanged(paths: Sequence[Path]) -> Iterator[None]:
     """Raise CheckpointChangedError if a file has another size or time when the context ends.
 
     What is digested and what is converted are two readings.
     """
-    with open_source(str(folder)) as source:
-        before = {file: _stamp(source, file) for file in files}
-        yield
-        for file, stamp in before.items():
-            if (now := _stamp(source, file)) != stamp:
-                raise CheckpointChangedError(
-                    "A file changed while it was converted",
-                    where=str(folder / file),
-                    expected=stamp,
-                    found=now,
-                    next_step="run the same command again when nothing writes to it",
-                )
+    before = [_stamp(path) for path in paths]
+    yield
+    for path, stamp in zip(paths, before, strict=True):
+        if (now := _stamp(path)) != stamp:
+            raise CheckpointChangedError(
+                "A file changed while it was converted",
+                where=str(path),
+                expected=stamp,
+                found=now,
+                next_step="run the same command again when nothing writes to it",
+            )
 
 
-def _stamp(source: CheckpointSource, file: str) -> str:
-    return f"{source.size(file)} bytes, mtime {source.mtime_ns(file)}"
+def _stamp(path: Path) -> str:
+    with open_source(str(path)) as source:
+        return f"{source.size(path.name)} bytes, mtime {source.mtime_ns(path.name)}"
 
 
 def _refuse_other(given: Path) -> None:

@@ -76,7 +76,7 @@ def convert_gguf(
     """
     place = None if out is None else check_place(out, warehouse.root, ("convert", given.name))
     with drafted(warehouse, "convert", place) as draft:
-        with unchanged(path.parent, [path.name]), opened(path) as file:
+        with unchanged([path]), opened(path) as file:
             tensors = _Tensors(file, model_of(file), dtype)
             beside = _beside(given)
             draft.side_files |= beside or tokenizer_files(file, draft.folder)

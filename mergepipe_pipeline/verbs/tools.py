@@ -6,6 +6,7 @@ Each gives the folder `out`, or a snapshot of the warehouse where there is none.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -42,9 +43,11 @@ def convert(
     local path, holds safetensors already, or is not weights alone; CheckpointChangedError for a
     file that changes meanwhile.
     """
-    given = Path(path).expanduser().resolve()
-    if (file := gguf_file(given)) is not None:
-        return convert_gguf(warehouse, given, file, out, dtype, progress or Silent())
+    # The name of a link: what one in the hub's cache leads to has no suffix.
+    named = Path(os.path.abspath(Path(path).expanduser()))
+    if (file := gguf_file(named)) is not None:
+        return convert_gguf(warehouse, named, file, out, dtype, progress or Silent())
+    given = named.resolve()
     if dtype is not None:
         raise MergePipeError(
             "A type is asked for, and pickled tensors keep theirs",

@@ -240,3 +240,28 @@ def test_a_snapshot_of_a_file_is_verified_and_merged_and_a_merge_of_the_file_nam
     assert all(torch.equal(merged[k], v) for k, v in state_of(model).items())
     assert verify_all(home).findings == ()
     assert convert(home, str(folder)).snapshot_id == made.snapshot_id
+
+
+def test_a_large_model_becomes_several_files_that_an_index_puts_together(
+    home: Warehouse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mergepipe_pipeline.tools.gguf_convert._SHARD_NBYTES", 40_000)
+    path, model = written(tmp_path / "m.gguf", "llama")
+    made = convert(home, str(path), tmp_path / "out")
+    files = sorted(p.name for p in Path(made.path).glob("*.safetensors"))
+    assert len(files) > 2
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert torch.equal(logits(loaded(made.path)), logits(model))
+
+
+def test_a_file_of_the_hubs_cache_is_a_link_and_is_converted(
+    home: Warehouse, tmp_path: Path
+) -> None:
+    cache = tmp_path / "models--org--model"
+    for folder in ("blobs", "snapshots/main"):
+        (cache / folder).mkdir(parents=True)
+    blob, model = written(cache / "blobs" / "0123", "llama")
+    link = cache / "snapshots" / "main" / "m.gguf"
+    link.symlink_to(blob)
+    for place in (link, link.parent):
+        assert torch.equal(logits(loaded(convert(home, str(place)).path)), logits(model))
