@@ -265,7 +265,7 @@ def _refuse_other(given: Path) -> None:
         raise CheckpointError(
             "There is nothing to convert",
             where=str(given),
-            expected="a local folder with pickled weights, or one such file",
+            expected="a local folder with pickled weights or a GGUF file, or one such file",
             found="nothing at this path",
             next_step="check the path; models elsewhere must be downloaded first",
         )
