@@ -41,7 +41,7 @@ def read_pickle(data: bytes, known: Collection[str], where: str) -> object:
     try:
         return _Machine(data, known).run()
     except (IndexError, KeyError, TypeError, ValueError, struct.error) as error:
-        said = str(error) if type(error) is ValueError else "a pickle that is damaged"
+        said = str(error) if isinstance(error, _RefusedError) else "a pickle that is damaged"
         raise CheckpointError(
             "A pickle is not one that torch writes for a checkpoint; nothing of it was run",
             where=where,
@@ -50,6 +50,10 @@ def read_pickle(data: bytes, known: Collection[str], where: str) -> object:
             next_step="do not load it with torch before you know who made it; a damaged file: "
             "copy it again",
         ) from error
+
+
+class _RefusedError(ValueError):
+    """What a pickle holds that is not read."""
 
 
 class _Machine:
@@ -66,14 +70,14 @@ class _Machine:
                 return self._stack.pop()
             step = _STEPS.get(code)
             if step is None:
-                raise ValueError(f"the opcode {code!r} at byte {self._at - 1}")
+                raise _RefusedError(f"the opcode {code!r} at byte {self._at - 1}")
             step(self)
-        raise ValueError(f"more than {_MOST_STEPS} steps")
+        raise _RefusedError(f"more than {_MOST_STEPS} steps")
 
     def take(self, nbytes: int) -> bytes:
         piece = self._data[self._at : self._at + nbytes]
         if len(piece) < nbytes:
-            raise ValueError(f"an end at byte {len(self._data)}, inside of something")
+            raise _RefusedError(f"an end at byte {len(self._data)}, inside of something")
         self._at += nbytes
         return piece
 
@@ -116,7 +120,7 @@ class _Machine:
     def name(self, module: object, name: object) -> None:
         kind = f"{module}.{name}" if type(module) is type(name) is str else "no text"
         if kind not in self._known:
-            raise ValueError(f"the name {kind[:120]!r}")
+            raise _RefusedError(f"the name {kind[:120]!r}")
         self.push(Thing(kind))
 
     def line(self) -> str:

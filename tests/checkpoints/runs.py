@@ -43,11 +43,11 @@ class Weights(torch.nn.Module):
         return torch.stack([p.float().square().sum() for p in self.parameters()]).sum()
 
 
-def save_alone(folder: Path, state: Mapping[str, Any]) -> Path:
-    """Save a state as one process does."""
+def save_alone(folder: Path, state: Mapping[str, Any], writer: Any = None, **how: Any) -> Path:
+    """Save a state as one process does; `how` is what `save` takes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        save(dict(state), checkpoint_id=folder, no_dist=True)
+        save(dict(state), checkpoint_id=folder, storage_writer=writer, no_dist=True, **how)
     return folder
 
 
