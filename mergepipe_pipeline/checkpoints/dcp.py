@@ -27,6 +27,8 @@ SUFFIX = ".distcp"
 MOST_RUNS = 1 << 16
 _MOST_ELEMS = 1 << 62
 _LOCAL_HEADER_NBYTES = 30
+#: Of a tensor's zip, what stands before and behind its elements is shorter.
+_END_NBYTES = 2048
 _MOST_DIRECTORY_NBYTES, _MOST_PICKLE_NBYTES = 1 << 16, 1 << 14
 _TABLES = "torch.distributed.checkpoint.metadata"
 _PLACE = "torch.distributed.checkpoint.filesystem._StorageInfo"
@@ -270,11 +272,12 @@ def _runs(
 
 
 class _Window(io.RawIOBase):
-    """Bytes [start, start + nbytes) of a file, of which nobody reads many at once."""
+    """Bytes [start, start + nbytes) of a file; what is read is at the ends, and there at once."""
 
     def __init__(self, files: RangedFiles, chunk: Chunk) -> None:
         self._files, self._chunk, self._at = files, chunk, 0
         self.nbytes = chunk.nbytes
+        self._ends: list[tuple[int, bytes]] = []
 
     def seekable(self) -> bool:
         return True
@@ -291,11 +294,20 @@ class _Window(io.RawIOBase):
         n = left if size < 0 else min(size, left)
         if n > _MOST_DIRECTORY_NBYTES + _LOCAL_HEADER_NBYTES:
             raise zipfile.BadZipFile("a directory of many files")
-        piece = bytearray(n)
-        start = self._chunk.start_byte + self._at
-        self._files.read_into(self._chunk.file, start, memoryview(piece))
-        self._at += n
-        return bytes(piece)
+        at, self._at = self._at, self._at + n
+        for start, piece in self._ends:
+            if start <= at and at + n <= start + len(piece):
+                return piece[at - start : at - start + n]
+        start, stop = at, at + n
+        if stop <= _END_NBYTES:
+            start, stop = 0, min(_END_NBYTES, self.nbytes)
+        elif start >= self.nbytes - _END_NBYTES:
+            start, stop = self.nbytes - _END_NBYTES, self.nbytes
+        whole = bytearray(stop - start)
+        place = self._chunk.start_byte + start
+        self._files.read_into(self._chunk.file, place, memoryview(whole))
+        self._ends.append((start, bytes(whole)))
+        return bytes(whole[at - start : at - start + n])
 
 
 def data_start(files: RangedFiles, chunk: Chunk, dtype: str, where: str) -> int:
