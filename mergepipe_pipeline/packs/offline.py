@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from mergepipe_pipeline.checkpoints.dcp import METADATA
 from mergepipe_pipeline.digest import seal
 from mergepipe_pipeline.domain.bounds import (
     CheckpointId,
@@ -25,7 +26,12 @@ from mergepipe_pipeline.domain.bounds import (
     Time,
 )
 from mergepipe_pipeline.domain.checkpoint import PACKED, Checkpoint
-from mergepipe_pipeline.errors import CheckpointError, CorruptionError, DamagedPackError
+from mergepipe_pipeline.errors import (
+    CheckpointError,
+    CorruptionError,
+    DamagedPackError,
+    MergePipeError,
+)
 from mergepipe_pipeline.storage.atomic import make_dirs, remove_tree, rename, write_atomic
 from mergepipe_pipeline.storage.hashing import file_sha256
 from mergepipe_pipeline.storage.roots import UNMOUNTED, Roots
@@ -247,8 +253,17 @@ def weight_files(
     """Hash a local checkpoint's weight files, and write their leftovers into a folder.
 
     `packed` has the pack's name of each tensor of the checkpoint. Raises StorageFullError,
-    CheckpointError for what is no regular file, or a link that leaves the folder.
+    MergePipeError for a step of a training run, CheckpointError for what is no regular file, or a
+    link that leaves the folder.
     """
+    if checkpoint.files[0].path == METADATA:
+        raise MergePipeError(
+            "A pack cannot stand for the files of a training run's step",
+            where=f"{checkpoint.name}, {checkpoint.root}",
+            expected="weight files with nothing but the model in them",
+            found=f"{METADATA}, and files with the states of optimizers",
+            next_step="keep the folder where it is: merges read from the pack what it has",
+        )
     make_dirs(staged)
     files = []
     with LocalSource(checkpoint.root, "exact") as source:

@@ -36,7 +36,7 @@ from mergepipe_pipeline.storage.source import (
     FetchedAhead,
     FileRange,
     LocalSource,
-    open_source,
+    open_folder,
 )
 from mergepipe_pipeline.verbs.register import check_tags
 from mergepipe_pipeline.warehouse import Warehouse
@@ -92,7 +92,7 @@ def land(
     else:
         raise _misplaced(path, f"the name {chosen!r}")
     replaced = final.exists()
-    with _staged(warehouse, chosen) as staged, open_source(checkpoint.root) as source:
+    with _staged(warehouse, chosen) as staged, open_folder(checkpoint.root, "ahead") as source:
         sizes = model_files(source, checkpoint)
         taken = {file.partition("/")[0] for file in sizes}
         left_out = tuple(text_of(file) for file in source.list() if file not in taken)

@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mergepipe_pipeline.checkpoints.dcp import METADATA
 from mergepipe_pipeline.checkpoints.open_checkpoint import model_files, open_checkpoint
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
@@ -294,10 +293,7 @@ def _unfit_files(warehouse: Warehouse, checkpoint: Checkpoint) -> _Problems:
     root, catalog = Path(checkpoint.root), warehouse.catalog
     files = [root / file.path for file in checkpoint.files]
     copy = "copy the files into a folder, and register that under the same name"
-    if any(file.path == METADATA for file in checkpoint.files):
-        found, step = "a step of a training run", "merge from it as it is, or export it first"
-        yield "a folder of safetensors, which hold nothing but the model", found, step
-    elif not root.is_dir() or any(p.is_symlink() or not p.is_file() for p in files):
+    if not root.is_dir() or any(p.is_symlink() or not p.is_file() for p in files):
         yield "a folder of plain files", "links, or no plain file", copy
     if beside := checkpoint.ignored_files:
         found = f"weights beside it: {', '.join(beside)}"

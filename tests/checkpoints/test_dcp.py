@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,13 @@ from safetensors.torch import load_file, save_file
 
 from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.checkpoints.reader import open_reader
+from mergepipe_pipeline.deploy.inbox import scan_inbox
+from mergepipe_pipeline.errors import CheckpointError, MergePipeError
+from mergepipe_pipeline.verbs.index import index_arrival
+from mergepipe_pipeline.verbs.land import land
+from mergepipe_pipeline.verbs.pack import pack
+from mergepipe_pipeline.verbs.register import register
+from mergepipe_pipeline.verbs.replace import move_to_cold
 from mergepipe_pipeline.verbs.verify import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.checkpoints.runs import exported, save_alone, save_sharded
@@ -108,3 +116,65 @@ def test_merges_of_steps_have_the_ids_of_merges_of_their_exports(
             assert sum(of(reads, step) for step in STEPS) == less.realised.expert_bytes_read
         assert not verify_all(home).findings
     assert found["exports"] == found["by-2"] == found["by-4"]
+
+
+def test_a_base_that_is_a_step_is_that_model(runs: Path, tmp_path: Path) -> None:
+    ids = []
+    for form in ("exports", "by-4"):
+        home = Warehouse.at(tmp_path / form).ensure()
+        base = shutil.copytree(runs / form / STEPS[0], tmp_path / f"{form}-base" / "base")
+        shutil.copy(runs / "base" / "config.json", base)
+        text = f"merge_method: ties\nbase_model: {base}\nmodels:\n"
+        text += f"- model: {runs / form / STEPS[1]}\nparameters: {{weight: 1, density: 0.4}}\n"
+        ids.append(run(home, text).snapshot.snapshot_id)
+    assert ids[0] == ids[1]
+
+
+def test_a_step_lands_is_packed_gives_the_same_id_and_stays_where_it_is(
+    runs: Path, home: Warehouse
+) -> None:
+    step = shutil.copytree(runs / "by-2" / STEPS[0], home.root / "step")
+    landed = land(home, str(step), "landed", link=True)
+    assert (Path(landed.path) / "__0_0.distcp").samefile(step / "__0_0.distcp")
+    register(home, runs / "base", "base")
+    text = "merge_method: ties\nbase_model: base\nmodels:\n- model: landed\n"
+    text += "parameters: {weight: 1}\n"
+    register(home, landed.path, "landed")
+    plain = run(home, text + "dtype: bfloat16\n").snapshot.snapshot_id
+    (done,) = pack(home, ["landed"], base="base")
+    packed = run(home, text + "dtype: bfloat16\n")
+    assert packed.snapshot.snapshot_id == plain
+    assert packed.plan.packs
+    assert not verify_all(home).findings
+    with pytest.raises(MergePipeError, match="cannot stand for"):
+        move_to_cold(home, done, home.root / "cold")
+    assert (step / "__0_0.distcp").exists()
+
+
+def test_the_inbox_waits_for_a_step_that_is_being_saved(runs: Path, home: Warehouse) -> None:
+    folder = shutil.copytree(runs / "by-2" / STEPS[0], home.inbox / "step")
+    (folder / ".metadata").rename(folder / ".metadata.tmp")
+    (entry,) = scan_inbox(home, 0.0)
+    assert "has not finished to save" in str(entry.waiting)
+    (folder / ".metadata.tmp").rename(folder / ".metadata")
+    (entry,) = scan_inbox(home, 0.0)
+    assert entry.is_ready
+    assert index_arrival(home, "step").registration.checkpoint.kind == "full"
+    (entry,) = scan_inbox(home, 0.0)
+    assert entry.is_indexed
+    assert not entry.is_ready
+
+
+def test_a_prefix_names_one_of_two_models_wherever_a_model_is_named(
+    runs: Path, home: Warehouse
+) -> None:
+    tensors = load_file(runs / f"{STEPS[0]}.safetensors")
+    ema = load_file(runs / f"{STEPS[1]}.safetensors")
+    save_alone(home.root / "two", {"model": tensors, "ema": ema})
+    text = f"merge_method: linear\nmodels:\n- model: dcp://{home.root}/two?prefix=ema.\n"
+    merged = run(home, text + "parameters: {weight: 1}\ndtype: bfloat16\n")
+    assert _values(merged.snapshot.path) == _values(runs / "exports" / STEPS[1])
+    where = f"dcp://{home.root / 'two'}?prefix=ema."
+    assert register(home, where, "ema").checkpoint.root == where
+    with pytest.raises(CheckpointError, match=r"\?prefix="):
+        run(home, text.replace("?prefix=ema.", "") + "parameters: {weight: 1}\n")

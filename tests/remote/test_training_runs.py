@@ -6,6 +6,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
+from mergepipe_pipeline.execution.run import MergeOutcome
 from mergepipe_pipeline.verbs.merge import merge
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.checkpoints.runs import save_alone
@@ -15,7 +16,7 @@ from tests.remote.servers import ProxyServer, s3_upload
 def test_a_step_in_a_bucket_is_merged_as_the_folder_is(
     family: Path, s3: ProxyServer, s3_upstream: str, tmp_path: Path
 ) -> None:
-    found = []
+    found: list[MergeOutcome] = []
     for number in range(2):
         tensors = load_file(family / f"expert_{2 + number:02d}" / "model.safetensors")
         state = {"model": tensors, "optimizer": {n: t.float() for n, t in tensors.items()}}
