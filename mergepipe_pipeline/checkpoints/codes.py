@@ -17,7 +17,8 @@ from mergepipe_pipeline.arrays import F32Array, U8Array
 from mergepipe_pipeline.bfloat16 import NAN_BITS, nearest
 from mergepipe_pipeline.checkpoints.reader import BlockReader
 from mergepipe_pipeline.domain.checkpoint import TensorEntry
-from mergepipe_pipeline.domain.codes import N_BITS, Codes, Element
+from mergepipe_pipeline.domain.code_schemes import N_BITS, Element
+from mergepipe_pipeline.domain.codes import Codes
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import CheckpointError
 from mergepipe_pipeline.jit import cached_njit

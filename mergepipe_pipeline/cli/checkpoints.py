@@ -104,8 +104,12 @@ def register(console: Console, path: str, name: str | None, base: str | None, is
         f"{r.name}: version {r.version}, {len(c.tensors)} tensors in {len(c.files)} file(s), "
         f"{size(c.nbytes)}"
         + (f", base {r.base}" if r.base else "")
-        + (f", stored as {c.form.name}: merges only copy it" if c.form else ""),
+        + (f", stored as {c.form.name}: merges {_USE[bool(c.form.schemes)]}" if c.form else ""),
     )
+
+
+#: What merges do with codes, by whether their scheme is known.
+_USE = {True: "decode it where they compute", False: "only copy it"}
 
 
 def _show_steps(console: Console, steps: Steps) -> None:

@@ -61,7 +61,7 @@ def run_problem(warehouse: Warehouse, run: str) -> str | None:
     Raises OSError.
     """
     folder = warehouse.inbox / run
-    steps, has_weights = steps_at(folder) if folder.is_dir() else ({}, False)
+    steps, has_weights = steps_at(folder) if os.path.isdir(folder) else ({}, False)
     if not steps or has_weights:
         return None
     said = []

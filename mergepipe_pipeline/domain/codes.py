@@ -11,16 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
 from mergepipe_pipeline.domain.blocks import MIN_BLOCK_ELEMS, Range, coalesce, total_elems
 from mergepipe_pipeline.domain.checkpoint import TensorEntry
+from mergepipe_pipeline.domain.code_schemes import N_BITS, Element
 from mergepipe_pipeline.dtypes import itemsize
-
-#: How the bits of a code are a number. I4 and I8 in words of 32 bits are offset by half of their
-#: range.
-Element = Literal["F8_E4M3", "F8_E5M2", "I8", "I4", "E2M1"]
-N_BITS: dict[Element, int] = {"F8_E4M3": 8, "F8_E5M2": 8, "I8": 8, "I4": 4, "E2M1": 4}
 
 #: A stored tensor, and a range of its elements.
 StoredRange = tuple[TensorEntry, int, int]

@@ -8,12 +8,11 @@ modelopt.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
 
 from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
-from mergepipe_pipeline.domain.codes import N_BITS, Codes, Element
+from mergepipe_pipeline.domain.code_schemes import N_BITS, Scheme
+from mergepipe_pipeline.domain.codes import Codes
 from mergepipe_pipeline.domain.stored_form import StoredForm
 from mergepipe_pipeline.domain.view import Part
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError
@@ -32,29 +31,6 @@ _SCALE_DTYPES = frozenset({"F32", "BF16", "F16", "F8_E8M0", "F8_E4M3", "U8"})
 _FLOATS = frozenset({"F32", "BF16", "F16"})
 
 
-@dataclass(frozen=True, slots=True)
-class _Scheme:
-    """What a config says of codes: their numbers, and the rows and columns that share a scale.
-
-    `block` 0 stands for all rows or columns. `stored` are the dtypes that codes may have.
-    """
-
-    element: Element
-    block: tuple[int, int]
-    stored: frozenset[str]
-    is_turned: bool = False
-
-    def __str__(self) -> str:
-        rows, cols = ("all" if n == 0 else str(n) for n in self.block)
-        return f"{self.element} with a scale for {rows} × {cols} elements"
-
-
-def decodable(checkpoint: Checkpoint) -> bool:
-    """Whether the form of a checkpoint's codes is one that is decoded."""
-    form = checkpoint.form
-    return form is not None and bool(_schemes(form.settings))
-
-
 def logical_parts(checkpoint: Checkpoint) -> dict[str, Part]:
     """The values of a checkpoint by name: stored as they are, or decoded.
 
@@ -62,7 +38,7 @@ def logical_parts(checkpoint: Checkpoint) -> dict[str, Part]:
     """
     form = checkpoint.form
     assert form is not None
-    schemes, by_name = _schemes(form.settings), checkpoint.by_name
+    by_name = checkpoint.by_name
     parts: dict[str, Part] = {}
     used: set[str] = set()
     for name, entry in by_name.items():
@@ -75,7 +51,7 @@ def logical_parts(checkpoint: Checkpoint) -> dict[str, Part]:
         if not is_coded:
             parts[values] = Part(0, entry)
         elif companions := _companions(values, by_name):
-            parts[values] = Part(0, entry, _codes(checkpoint, form, entry, companions, schemes))
+            parts[values] = Part(0, entry, _codes(checkpoint, form, entry, companions))
             used |= {name, *(e.name for e in companions.values())}
     alone = [n for n in sorted(form.coded) if n not in used and not _OF_ACTIVATIONS.search(n)]
     if alone:
@@ -121,7 +97,6 @@ def _codes(
     form: StoredForm,
     entry: TensorEntry,
     companions: Mapping[str, TensorEntry],
-    schemes: Sequence[_Scheme],
 ) -> Codes:
     """How the values of some codes follow. Raises IncompatibleCheckpointsError."""
     scales, factor = companions.get("scales"), companions.get("factor")
@@ -132,12 +107,12 @@ def _codes(
         order = companions["order"].name
         raise _misfit(checkpoint, form, entry.name, "columns in their order", f"{order}, another")
     fitting = {}
-    for scheme in schemes:
+    for scheme in form.schemes:
         codes = _fitted(scheme, entry, companions)
         if codes is not None:
             fitting[codes.element, codes.grid, codes.block] = codes
     if len(fitting) != 1:
-        expected = " or ".join(dict.fromkeys(map(str, schemes))) + ", as config.json says"
+        expected = " or ".join(dict.fromkeys(map(str, form.schemes))) + ", as config.json says"
         found = f"{entry.dtype} {list(entry.shape)}, scales {scales.dtype} {list(scales.shape)}"
         raise _misfit(checkpoint, form, entry.name, expected, found)
     (codes,) = fitting.values()
@@ -151,7 +126,7 @@ def _codes(
 
 
 def _fitted(
-    scheme: _Scheme, entry: TensorEntry, companions: Mapping[str, TensorEntry]
+    scheme: Scheme, entry: TensorEntry, companions: Mapping[str, TensorEntry]
 ) -> Codes | None:
     """The codes as a scheme has them; None if shapes or types are others."""
     scales, zeros, factor = (companions.get(k) for k in ("scales", "zeros", "factor"))
@@ -180,7 +155,7 @@ def _fitted(
     return codes if fits else None
 
 
-def _shape_of_values(scheme: _Scheme, entry: TensorEntry) -> tuple[int, ...] | None:
+def _shape_of_values(scheme: Scheme, entry: TensorEntry) -> tuple[int, ...] | None:
     """The shape of a tensor of codes, not turned; None if codes of a scheme have no such one."""
     shape = entry.shape
     if scheme.is_turned:
@@ -202,73 +177,6 @@ def _zeros_fit(codes: Codes, entry: TensorEntry, zeros: TensorEntry | None) -> b
     if entry.dtype == "I32":
         return zeros.dtype == "I32" and zeros.shape == packed and len(codes.shape) == 2
     return entry.dtype == zeros.dtype == "I8" and zeros.shape == codes.scales.shape
-
-
-def _schemes(settings: Mapping[str, Any]) -> tuple[_Scheme, ...]:
-    """The schemes that a config states; none where its method is not decoded."""
-    method = settings.get("quant_method")
-    if method == "fp8":
-        block = settings.get("weight_block_size", [128, 128])
-        sizes = _block(block) if block is not None else None
-        blocks = [(0, 0), *([sizes] if sizes else [])]
-        return tuple(_Scheme(e, b, frozenset({e})) for b in blocks for e in _FP8)
-    if method == "fbgemm_fp8":
-        return tuple(_Scheme("F8_E4M3", b, frozenset({"F8_E4M3"})) for b in ((1, 0), (0, 1)))
-    if method == "mxfp4":
-        return (_Scheme("E2M1", (1, 32), frozenset({"U8"}), is_turned=True),)
-    if method == "modelopt":
-        return {
-            "FP8": (_Scheme("F8_E4M3", (0, 0), frozenset({"F8_E4M3"})),),
-            "NVFP4": (_Scheme("E2M1", (1, 16), frozenset({"U8"})),),
-        }.get(str(settings.get("quant_algo")), ())
-    if method == "compressed-tensors":
-        return tuple(dict.fromkeys(_of_groups(settings)))
-    return ()
-
-
-_FP8: tuple[Element, ...] = ("F8_E4M3", "F8_E5M2")
-
-
-def _of_groups(settings: Mapping[str, Any]) -> Iterator[_Scheme]:
-    """The schemes of the groups of modules in a config of compressed-tensors."""
-    groups = settings.get("config_groups")
-    for group in groups.values() if isinstance(groups, dict) else ():
-        weights = group.get("weights") if isinstance(group, dict) else None
-        if not isinstance(weights, dict):
-            continue
-        kind = weights.get("type"), weights.get("num_bits")
-        block = _block_of(weights)
-        if kind not in _ELEMENTS or block is None or weights.get("actorder"):
-            continue
-        element, stored = _ELEMENTS[kind]
-        yield _Scheme(element, block, stored)
-
-
-_ELEMENTS: dict[tuple[Any, Any], tuple[Element, frozenset[str]]] = {
-    ("float", 8): ("F8_E4M3", frozenset({"F8_E4M3"})),
-    ("float", 4): ("E2M1", frozenset({"U8"})),
-    ("int", 8): ("I8", frozenset({"I8", "I32"})),
-    ("int", 4): ("I4", frozenset({"I32"})),
-}
-
-
-def _block_of(weights: Mapping[str, Any]) -> tuple[int, int] | None:
-    """The rows and columns that share a scale, by a strategy of compressed-tensors."""
-    strategy = weights.get("strategy")
-    if strategy == "tensor":
-        return 0, 0
-    if strategy == "channel":
-        return 1, 0
-    if strategy in ("group", "tensor_group"):
-        return _block([1, weights.get("group_size")])
-    return _block(weights.get("block_structure")) if strategy == "block" else None
-
-
-def _block(value: Any) -> tuple[int, int] | None:
-    is_block = isinstance(value, list | tuple) and len(value) == 2
-    if not is_block or not all(type(n) is int and n > 0 for n in value):
-        return None
-    return value[0], value[1]
 
 
 def _misfit(

@@ -1,8 +1,9 @@
 """Whether a checkpoint's numbers mean something only together: codes with scales, or factors.
 
-Both what config.json says and what the tensors are decide. Codes and factors may be copied, never
-computed with. Sources: the quantisers of transformers 5 and the formats of compressed-tensors,
-GPTQ, AWQ, bitsandbytes, MLX and modelopt; LoRA files of kohya, diffusers and LyCORIS.
+Both what config.json says and what the tensors are decide. Codes and factors may be copied;
+computed with are codes of known schemes alone, once they are decoded. Sources: the quantisers of
+transformers 5 and the formats of compressed-tensors, GPTQ, AWQ, bitsandbytes, MLX and modelopt;
+LoRA files of kohya, diffusers and LyCORIS.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mergepipe_pipeline.domain.code_schemes import Scheme, schemes_of
 from mergepipe_pipeline.domain.layers import is_buffer
 from mergepipe_pipeline.domain.model_config import quantisation_of
 
@@ -21,13 +23,14 @@ class StoredForm:
     """How weights are stored that are no plain numbers; `step` says how to get plain ones.
 
     `settings` is what config.json says of it, {} where it says nothing. `coded` are the tensors
-    whose numbers mean something only together.
+    whose numbers mean something only together; they are decoded if there are `schemes` of them.
     """
 
     name: str
     step: str
     settings: Mapping[str, Any] = field(compare=False)
     coded: frozenset[str] = field(repr=False)
+    schemes: tuple[Scheme, ...] = ()
 
     @property
     def example(self) -> str:
@@ -86,7 +89,8 @@ def stored_form(dtypes: Mapping[str, str], config: Mapping[str, Any]) -> StoredF
     coded = frozenset(_coded(dtypes, is_said=bool(settings)))
     if not coded:
         return None
-    return StoredForm(_form_name(settings, coded, dtypes), _STEP, settings, coded)
+    name = _form_name(settings, coded, dtypes)
+    return StoredForm(name, _STEP, settings, coded, schemes_of(settings))
 
 
 def _coded(dtypes: Mapping[str, str], *, is_said: bool) -> Iterator[str]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from mergepipe_pipeline.checkpoints.adapter import Tied, adapter_views, delta_views
 from mergepipe_pipeline.checkpoints.header import tensor_order
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
-from mergepipe_pipeline.domain.decoding import decodable, logical_parts
+from mergepipe_pipeline.domain.decoding import logical_parts
 from mergepipe_pipeline.domain.layers import embedding_like, is_post, tied_partner
 from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.domain.model_config import ties_head
@@ -172,7 +172,7 @@ def _full(checkpoint: Checkpoint, *, decoded: bool) -> Model:
     Plans list tensors in this order, and their ids must not depend on files. What is `decoded` are
     codes of a known form. Raises IncompatibleCheckpointsError for codes that do not fit together.
     """
-    if decoded and decodable(checkpoint):
+    if decoded and checkpoint.form is not None and checkpoint.form.schemes:
         parts = logical_parts(checkpoint)
     else:
         parts = {name: Part(0, entry) for name, entry in checkpoint.by_name.items()}

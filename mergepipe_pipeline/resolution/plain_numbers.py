@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
-from mergepipe_pipeline.domain.decoding import decodable
 from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.domain.model_config import QUANTISATION_KEYS, config_places
 from mergepipe_pipeline.domain.output import is_computed, out_dtype
@@ -118,12 +117,13 @@ def coded_error(
     """The refusal of arithmetic on a checkpoint's codes, first of all on `tensor`."""
     name = tensor or form.example
     dtype = checkpoint.by_name[name].dtype if name in checkpoint.by_name else "codes"
+    does = "only a recipe decodes" if form.schemes else "a merge only copies"
     return IncompatibleCheckpointsError(
-        f"A model's weights are stored as {form.name}, which a merge only copies",
+        f"A model's weights are stored as {form.name}, which {does}",
         where=f"{checkpoint.name}, tensor {name}",
         expected="weights as plain numbers (bfloat16, float16, float32)",
         found=f"{dtype} whose numbers mean something only together with other tensors",
-        next_step=_AS_PLAIN if decodable(checkpoint) else form.step,
+        next_step=_AS_PLAIN if form.schemes else form.step,
     )
 
 

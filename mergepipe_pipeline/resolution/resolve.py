@@ -16,7 +16,6 @@ from typing import TypedDict, Unpack
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
-from mergepipe_pipeline.domain.decoding import decodable
 from mergepipe_pipeline.domain.layers import is_head
 from mergepipe_pipeline.domain.model import Model, grid_for
 from mergepipe_pipeline.domain.model_config import ties_head
@@ -274,7 +273,7 @@ def open_stage(places: Places, parsed: ParsedRecipe) -> tuple[Recipe, list[Model
 def _has_decodable(places: Places, references: Sequence[ModelRef]) -> bool:
     for ref in references:
         with suppress(MergePipeError):  # which the stage's own opening has said
-            if any(map(decodable, places.of(ref))):
+            if any(c.form and c.form.schemes for c in places.of(ref)):
                 return True
     return False
 

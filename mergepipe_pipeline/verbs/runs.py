@@ -5,6 +5,7 @@ What is no whole checkpoint is left out with the reason; the next call takes it 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ class Steps:
 def holds_run(path: str | Path) -> bool:
     """Whether a folder has checkpoints that are named by steps, and no weights of its own."""
     folder = Path(path)
-    inside = list(folder.iterdir()) if folder.is_dir() else []
+    inside = list(folder.iterdir()) if os.path.isdir(folder) else []
     steps = steps_in(p.name for p in inside if p.is_dir())
     return bool(steps) and not any(p.suffix == ".safetensors" for p in inside)
 
@@ -81,7 +82,7 @@ def register_run(
 def _each(path: str | Path, run: str | None, take: Callable[[Path, str], bool]) -> Steps:
     """Give each whole step to `take`, which says whether it is new."""
     folder = Path(path).resolve()
-    inside = sorted(p.name for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
+    inside = sorted(p.name for p in folder.iterdir() if p.is_dir()) if os.path.isdir(folder) else []
     steps = steps_in(inside)
     twice = next((folders for folders in steps.values() if len(folders) > 1), [])
     if twice or not steps:

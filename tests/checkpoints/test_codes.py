@@ -18,7 +18,7 @@ from mergepipe_pipeline.checkpoints.reader import BlockReader, Tally, open_reade
 from mergepipe_pipeline.checkpoints.stored import read_stored
 from mergepipe_pipeline.domain.blocks import coalesce
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
-from mergepipe_pipeline.domain.decoding import decodable, logical_parts
+from mergepipe_pipeline.domain.decoding import logical_parts
 from mergepipe_pipeline.domain.view import Part, view_of_part
 from mergepipe_pipeline.dtypes import TORCH_NAME, itemsize
 from mergepipe_pipeline.storage.read_batch import ReadBatch
@@ -74,7 +74,6 @@ def test_every_range_of_values_has_the_bits_of_the_library_that_writes_the_form(
     with TemporaryDirectory() as folder:
         named = {f"l.up_proj.{n}": t for n, t in stored.items()}
         checkpoint = written(Path(folder), named, form.settings)
-        assert decodable(checkpoint)
         parts = logical_parts(checkpoint)
         assert list(parts) == ["l.up_proj.weight"]
         part = parts["l.up_proj.weight"]

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
-from mergepipe_pipeline.domain.decoding import decodable, logical_parts
+from mergepipe_pipeline.domain.decoding import logical_parts
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError
 from tests.support.codes import FORMS, GPT_OSS_SETTINGS, Tensors, gpt_oss
 from tests.support.laws import examples
@@ -57,7 +57,7 @@ def checkpoint(tensors: Headers, said: object) -> Checkpoint:
 def opened(tensors: Headers, said: object) -> dict[str, Any]:
     """The logical tensors, or the refusal of a checkpoint that is not decoded at all."""
     c = checkpoint(tensors, said)
-    if not decodable(c):
+    if c.form is None or not c.form.schemes:
         raise IncompatibleCheckpointsError("not decoded")
     return {n: p for n, p in logical_parts(c).items() if p.codes}
 
@@ -143,7 +143,8 @@ def test_no_malformed_layout_is_taken_for_weights(name: str, malformed: str) -> 
 def test_what_the_config_does_not_say_is_not_guessed_from_shapes(name: str) -> None:
     tensors, said = headers(name)
     for other in ({}, {"quant_method": "gptq"}, {"quant_method": "quark"}, None, "fp8", [said]):
-        assert not decodable(checkpoint(tensors, other)), other
+        form = checkpoint(tensors, other).form
+        assert form is None or not form.schemes, other
 
 
 def test_order_of_columns_a_second_form_and_codes_of_other_modules_are_refused() -> None:
