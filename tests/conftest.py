@@ -82,6 +82,7 @@ LONG = (
     "drawn",
     "execution/test_card_facts.py",
     "execution/test_decoded.py",
+    "execution/test_four_forms.py",
     "execution/test_huge_deltas.py",
     "execution/test_operators.py",
     "facts/test_measured_before.py",
