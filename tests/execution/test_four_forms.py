@@ -39,9 +39,14 @@ def llama(seed: int) -> Any:
 
 
 def mixture(seed: int) -> Any:
-    own = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "sliding_window": 16}
-    kinds = {"layer_types": ["sliding_attention", "full_attention"]}
-    config = transformers.GptOssConfig(**{**SIZES, "intermediate_size": 128, **own, **kinds})
+    own: dict[str, Any] = {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 32,
+        "sliding_window": 16,
+    }
+    own |= {"intermediate_size": 128, "layer_types": ["sliding_attention", "full_attention"]}
+    config = transformers.GptOssConfig(**SIZES | own)
     return tuned(transformers.GptOssForCausalLM, config, seed)
 
 
@@ -107,8 +112,6 @@ def stated(model: Any) -> dict[str, Any]:
 
 def coded(folder: Path, form: str, seed: int, home: Warehouse) -> tuple[Path, dict[str, Any]]:
     """A model in a form; the folder that is merged, and how transformers loads what it means."""
-    from transformers import FineGrainedFP8Config, Mxfp4Config
-
     if form == "GGUF Q8_0":
         from tests.tools.ggufs import pieces
         from tests.tools.ggufs import write as write_gguf
@@ -134,14 +137,18 @@ def coded(folder: Path, form: str, seed: int, home: Warehouse) -> tuple[Path, di
         model = mixture(seed)
         said = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["x"]}}
         write(folder, as_mxfp4(model.state_dict()), stated(model), said)
-        return folder, {"quantization_config": Mxfp4Config(dequantize=True)}
+        return folder, {"quantization_config": transformers.Mxfp4Config(dequantize=True)}
     model = llama(seed)
     if form == "bfloat16":
         return write(folder, model.state_dict(), stated(model), {}), {}
-    fp8 = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "fmt": "e4m3"}
+    fp8: dict[str, Any] = {
+        "quant_method": "fp8",
+        "weight_block_size": [BLOCK, BLOCK],
+        "fmt": "e4m3",
+    }
     said = {"quantization_config": {**fp8, "activation_scheme": "dynamic"}}
     padded = write(folder, as_fp8(model.state_dict()), stated(model), said)
-    return padded, {"quantization_config": FineGrainedFP8Config(dequantize=True)}
+    return padded, {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True)}
 
 
 @pytest.mark.parametrize("form", ["bfloat16", "fp8 by blocks", "MXFP4", "GGUF Q8_0"])
