@@ -77,13 +77,15 @@ def write(folder: Path, weights: Tensors, settings: dict[str, object]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def merged(home: Warehouse, folder: Path, method: str, kind: str, budget: str) -> MergeOutcome:
+def merged(
+    home: Warehouse, folder: Path, method: str, kind: str, budget: str, dtype: str = "bfloat16"
+) -> MergeOutcome:
     experts = "".join(
         f"- {{model: {folder}/{n}-{kind}, parameters: {{weight: 0.5, density: 0.5}}}}\n"
         for n in "ab"
     )
     text = f"merge_method: {method}\nbase_model: {folder}/base-{kind}\nmodels:\n{experts}"
-    return run(home, f"{text}dtype: bfloat16\nbudget: {budget}\n", block_elems=4096)
+    return run(home, f"{text}dtype: {dtype}\nbudget: {budget}\n", block_elems=4096)
 
 
 @pytest.mark.parametrize("form", [*FORMS, "gpt-oss"])
@@ -108,3 +110,21 @@ def test_a_merge_of_codes_is_that_of_the_numbers_that_they_mean(
 
 def covered(merge: MergeOutcome) -> list[object]:
     return [e.covered for layer in merge.plan.layers for t in layer.tasks for e in t.experts]
+
+
+@pytest.mark.parametrize("form", [*FORMS, "gpt-oss"])
+def test_the_error_of_a_merge_of_codes_stays_within_the_printed_bound(
+    home: Warehouse, tmp_path: Path, form: str
+) -> None:
+    family(tmp_path, form)
+    for method in METHODS:
+        full = tensors(merged(home, tmp_path, method, "coded", "100%", "float32").snapshot.path)
+        for budget in ("40%", "12%"):
+            part = merged(home, tmp_path, method, "coded", budget, "float32")
+            found = tensors(part.snapshot.path)
+            error = sum(
+                float((found[n].double() - v.double()).square().sum()) for n, v in full.items()
+            )
+            bound = part.plan.estimates.error_bound
+            assert bound is not None
+            assert 0 < error**0.5 <= bound
