@@ -49,6 +49,7 @@ _HAS_MEMORY = os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > 
 #: something stays: kills, a full disk, flipped bits, lying servers, hostile files, runs of Dagster.
 LONG = (
     "analysis/test_scales.py",
+    "checkpoints/test_dcp.py",
     "cli/test_ending.py",
     "cli/test_ls.py",
     "dagster_layer/test_attempts.py",
@@ -110,6 +111,7 @@ LONG = (
     "recipe/test_mergekit_plan.py",
     "remote/test_egress.py",
     "remote/test_merge.py",
+    "remote/test_training_runs.py",
     "remote/writing/test_forged_packs.py",
     "remote/writing/test_mirror.py",
     "remote/writing/test_packs.py",
