@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mergepipe_pipeline.arrays import BoolArray, F32Array, F64Array
+from mergepipe_pipeline.arrays import F32Array, F64Array
 from mergepipe_pipeline.jit import cached_njit
 
 #: Elements whose sums stay in the nearest cache while all rows are added.
@@ -11,27 +11,29 @@ _TILE_ELEMS = 1 << 10
 
 @cached_njit(nogil=True)
 def add_rows(
-    rows: F32Array, signs: F64Array, high: F64Array, low: F64Array, exact: BoolArray
+    rows: F32Array, signs: F64Array, high: F64Array, low: F64Array, beyond: F64Array
 ) -> None:
     """Add ±`rows` [K, n] to `high` + `low` [n], and make `high` that sum's nearest float64.
 
-    What the additions lose is known exactly (Knuth's two-sum) and kept in `low`; where that has no
-    room for it, or a term is NaN or infinite, `exact` becomes false and the sum means nothing.
+    What the additions lose is known exactly (Knuth's two-sum) and kept in `low`; what that loses in
+    turn is counted in `beyond`, which is 0 where the sum is exact, and NaN after NaN or infinity.
     """
     for start in range(0, len(high), _TILE_ELEMS):
         stop = min(len(high), start + _TILE_ELEMS)
+        # All of one type and from 0 up: so it is compiled to vectors, which takes a third.
+        h, rest, out = high[start:stop], low[start:stop], beyond[start:stop]
         for k in range(len(rows)):
-            for e in range(start, stop):
-                x, h, rest = signs[k] * rows[k, e], high[e], low[e]
-                total = h + x
-                part = total - h
-                lost = (h - (total - part)) + (x - part)
-                kept = rest + lost
-                part = kept - rest
-                exact[e] &= (rest - (kept - part)) + (lost - part) == 0
-                high[e], low[e] = total, kept
-        for e in range(start, stop):
-            h, rest = high[e], low[e]
-            total = h + rest
-            part = total - h
-            high[e], low[e] = total, (h - (total - part)) + (rest - part)
+            sign, row = signs[k], rows[k, start:stop]
+            for e in range(len(h)):
+                x = sign * row[e]
+                total = h[e] + x
+                part = total - h[e]
+                lost = (h[e] - (total - part)) + (x - part)
+                kept = rest[e] + lost
+                part = kept - rest[e]
+                out[e] += abs((rest[e] - (kept - part)) + (lost - part))
+                h[e], rest[e] = total, kept
+        for e in range(len(h)):
+            total = h[e] + rest[e]
+            part = total - h[e]
+            h[e], rest[e] = total, (h[e] - (total - part)) + (rest[e] - part)

@@ -15,23 +15,29 @@ from mergepipe_pipeline.arrays import BoolArray, F32Array, F64Array
 class Sums:
     """Sums of n elements each: `high` + `low`, of which `high` is the nearest float64.
 
-    They mean nothing where they are not `exact`.
+    `beyond` is 0 where they are exact; elsewhere they mean nothing.
     """
 
     high: F64Array
     low: F64Array
-    exact: BoolArray
+    beyond: F64Array
 
     @staticmethod
     def zero(n: int) -> Sums:
         """The sums of no model."""
-        return Sums(np.zeros(n), np.zeros(n), np.ones(n, np.bool_))
+        return Sums(np.zeros(n), np.zeros(n), np.zeros(n))
+
+    @property
+    def exact(self) -> BoolArray:
+        """Where they are exact."""
+        exact: BoolArray = self.beyond == 0
+        return exact
 
     def add(self, rows: F32Array, signs: Sequence[int]) -> None:
         """Add or take away `rows` [K, n]."""
         from mergepipe_pipeline.operators.kernels.exact_sums import add_rows
 
-        add_rows(rows, np.array(signs, np.float64), self.high, self.low, self.exact)
+        add_rows(rows, np.array(signs, np.float64), self.high, self.low, self.beyond)
 
     def mean(self, count: int) -> F32Array:
         """The sums over a count, rounded to float64 and to float32; a zero is +0."""
