@@ -76,6 +76,8 @@ class Warehouse:
     objects_dir = _Place("objects")
     #: Layer key to object.
     actions_dir = _Place("actions")
+    #: Exact sums that the last merge of each ref kept, by layer.
+    sums_dir = _Place("sums")
     #: Committed snapshots by id.
     snapshots = _Place("snapshots")
     #: What was measured of snapshots, a folder for each.
@@ -242,6 +244,10 @@ class Warehouse:
     def current_plan_path(self, recipe: str) -> Path:
         """Pointer to the plan a standing recipe works on."""
         return self.releases / f"{recipe}.current.json"
+
+    def sums_path(self, ref: str, layer: str) -> Path:
+        """The sums of a layer that the last merge for a ref kept."""
+        return self.sums_dir / ref / f"{layer}.sums"
 
     def working_plan_path(self, recipe: str, sha256: str) -> Path:
         """That whole plan: another one of its id may have other files beside the weights."""

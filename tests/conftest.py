@@ -86,6 +86,7 @@ LONG = (
     "execution/test_four_forms.py",
     "execution/test_huge_deltas.py",
     "execution/test_operators.py",
+    "execution/test_sums.py",
     "facts/test_measured_before.py",
     "facts/test_places.py",
     "foreign",

@@ -330,6 +330,7 @@ def _merged_lines(merged: Merged) -> list[str]:
         f"  expert bytes  {size(s['expert_bytes_read'])} read, {size(s['expert_bytes_planned'])} "
         f"planned of {size(s['expert_bytes_total'])}{_allowed(s['budget_bytes'])}",
         *packed_lines(outcome.plan, "  from packs    "),
+        *([f"  kept sums     {size(s['sum_bytes_read'])} read"] if s["sum_bytes_read"] else []),
         f"  base bytes    {size(s['base_bytes_read'])} read, {size(s['bytes_written'])} written",
         *(
             f"  downloaded    {size(d['nbytes'])} in {d['requests']} request(s) from {address}"

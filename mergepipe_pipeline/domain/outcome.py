@@ -27,7 +27,8 @@ class LayerOutcome:
     """One layer: reused from the action cache, or what it cost to run, in bytes and seconds.
 
     Of the workers' time, added up over threads, `read_s` went to reading and `arithmetic_s` is the
-    rest; `write_s` is what one thread spent on hashing and writing.
+    rest; `write_s` is what one thread spent on hashing and writing. `sum_bytes_read` are of kept
+    sums; those that are kept count as written.
     """
 
     name: str
@@ -41,6 +42,7 @@ class LayerOutcome:
     read_s: float = 0.0
     arithmetic_s: float = 0.0
     write_s: float = 0.0
+    sum_bytes_read: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +61,13 @@ class Realised:
     read_s: Number = 0.0
     arithmetic_s: Number = 0.0
     write_s: Number = 0.0
+    sum_bytes_read: Size = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes read and written."""
-        return self.expert_bytes_read + self.base_bytes_read + self.bytes_written
+        read = self.expert_bytes_read + self.base_bytes_read + self.sum_bytes_read
+        return read + self.bytes_written
 
     @staticmethod
     def of(layers: Iterable[LayerOutcome]) -> Realised:
@@ -79,6 +83,7 @@ class Realised:
                 x.read_s,
                 x.arithmetic_s,
                 x.write_s,
+                x.sum_bytes_read,
             )
             for x in layers
         )

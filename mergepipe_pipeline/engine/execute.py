@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from mergepipe_pipeline.arrays import U8Array
@@ -33,11 +34,13 @@ from mergepipe_pipeline.engine.jobs import Job
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.engine.rescale import RescalePrepass
 from mergepipe_pipeline.engine.sources import Read, SourcePool
+from mergepipe_pipeline.engine.sums import TensorSums, WindowSums
 from mergepipe_pipeline.engine.window import BufferPool, Window, cut
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.progress import Advance
 from mergepipe_pipeline.storage.page_buffer import PageBuffer
 from mergepipe_pipeline.storage.source import ANNOUNCED
+from mergepipe_pipeline.storage.sums import SumsWriter, sums_beside
 
 
 class LayerRunner:
@@ -47,8 +50,14 @@ class LayerRunner:
     """
 
     def __init__(
-        self, plan: MergePlan, options: EngineOptions, known: KnownSegments | None = None
+        self,
+        plan: MergePlan,
+        options: EngineOptions,
+        known: KnownSegments | None = None,
+        sums: Mapping[str, TensorSums] = MappingProxyType({}),
     ) -> None:
+        """`sums`: by tensor, those that are kept beside its layer, as `sums_beside` says."""
+        self._sums = sums
         self._prepass_threads = options.prepass_threads
         self._options = options.with_packs() if plan.packs else options
         is_read_twice = _has_second_reading(plan)
@@ -100,12 +109,14 @@ class LayerRunner:
     def _written(
         self, layer: LayerTask, path: Path, merged: Iterator[_Done], advance: Advance | None
     ) -> LayerOutcome:
-        """Write a layer from its windows, the next of `merged`."""
+        """Write a layer from its windows, the next of `merged`, and the sums that are kept."""
         started = time.monotonic()
-        read, took_s, write_s = Read(), 0.0, 0.0
+        read, took_s, write_s, sums_read = Read(), 0.0, 0.0, 0
         non_finite: Counter[str] = Counter()
         described = [(t.name, t.out_dtype, t.shape) for t in layer.tasks]
-        with ShardWriter(path, described, {"format": "pt"}) as writer:
+        kept_for = {self._sums[t.name].plan_id for t in layer.tasks if t.name in self._sums}
+        with ShardWriter(path, described, {"format": "pt"}) as writer, ExitStack() as stack:
+            sums = [stack.enter_context(SumsWriter(sums_beside(path), p)) for p in kept_for]
             while not writer.is_complete:
                 done = next(merged, None)
                 if done is None:
@@ -115,13 +126,36 @@ class LayerRunner:
                     non_finite[done.tensor] += done.non_finite
                 began = time.perf_counter()
                 writer.write(done.out.data)
+                if done.sums:
+                    sums[0].add(done.tensor, done.start_elem, done.sums.pieces)
+                    sums_read += done.sums.n_read
                 write_s += time.perf_counter() - began
                 if done.last:
                     done.last.finish()
                 if advance:
                     advance(len(done.out))
             sha256, nbytes = writer.finish()
-            prefixes = writer.prefix_digests
+            stored = StoredObject(
+                sha256, nbytes, writer.prefix_digests, tuple(sorted(non_finite.items()))
+            )
+            kept_nbytes = sum(s.finish() for s in sums)
+        self._verify(layer, read)
+        return LayerOutcome(
+            layer.name,
+            layer.layer_key,
+            stored,
+            expert_bytes_read=read.expert_nbytes,
+            base_bytes_read=read.base_nbytes,
+            wall_s=time.monotonic() - started,
+            bytes_written=nbytes + kept_nbytes,
+            read_s=read.read_s,
+            arithmetic_s=max(0.0, took_s - read.read_s),
+            write_s=write_s,
+            sum_bytes_read=sums_read,
+        )
+
+    def _verify(self, layer: LayerTask, read: Read) -> None:
+        """Raise where an input changed meanwhile, or other bytes were read than planned."""
         self._sources.verify_unchanged()
         if read.expert_nbytes != layer.expert_bytes_planned:
             raise CorruptionError(
@@ -131,24 +165,12 @@ class LayerRunner:
                 found=str(read.expert_nbytes),
                 next_step="this is a defect of mergepipe: please report it with the plan",
             )
-        stored = StoredObject(sha256, nbytes, prefixes, tuple(sorted(non_finite.items())))
-        return LayerOutcome(
-            layer.name,
-            layer.layer_key,
-            stored,
-            expert_bytes_read=read.expert_nbytes,
-            base_bytes_read=read.base_nbytes,
-            wall_s=time.monotonic() - started,
-            bytes_written=nbytes,
-            read_s=read.read_s,
-            arithmetic_s=max(0.0, took_s - read.read_s),
-            write_s=write_s,
-        )
 
     def _windows(self, layers: Sequence[LayerTask]) -> Iterator[Window[Any]]:
         tasks = (task for layer in layers for task in _in_file_order(layer))
         for task in self._prepass.rescaled_ahead(tasks):
             job = Job(task, self._sources)
+            job.sums = self._sums.get(task.name)
             if job.needs_torch and not self._has_torch:
                 self._stack.enter_context(single_threaded_torch())
                 self._has_torch = True
@@ -203,7 +225,9 @@ class LayerRunner:
         last = window if window.is_last else None
         return _Done(
             tensor=task.name,
+            start_elem=window.start_elem,
             out=out,
+            sums=window.sums,
             non_finite=non_finite,
             read=read,
             took_s=time.perf_counter() - began + window.read.read_s,
@@ -231,7 +255,9 @@ class _Done:
     """
 
     tensor: str
+    start_elem: int
     out: U8Array
+    sums: WindowSums | None
     non_finite: int
     read: Read
     took_s: float

@@ -16,6 +16,7 @@ from mergepipe_pipeline.domain.plan import ExpertInput, TensorTask
 from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.engine.sources import SourcePool
+from mergepipe_pipeline.engine.sums import TensorSums
 from mergepipe_pipeline.engine.tie_breaks import TieBreakers
 from mergepipe_pipeline.operators import OPERATORS, Operator
 from mergepipe_pipeline.operators.methods.linear import is_unscaled
@@ -24,6 +25,8 @@ from mergepipe_pipeline.packs.together import PackedInputs
 
 #: Bytes per element of a merge before it is cast.
 MERGED_BYTES = 4
+#: Bytes per element of exact sums, and of the pieces that are kept of them.
+_SUMS_BYTES = 48
 #: Bytes per element that an operator in torch needs beside its rows.
 _OPERATOR_BYTES = 4 * 5
 
@@ -36,6 +39,8 @@ class Job:
 
     def __init__(self, task: TensorTask, sources: SourcePool, *, before: bool = False) -> None:
         self.task, self.sources = task, sources
+        #: How exact sums of the tensor come about, which are kept.
+        self.sums: TensorSums | None = None
         segments, experts = sources.known, task.experts
         expert = sources.expert_before if before else sources.expert
         base_readers = sources.base_before if before else sources.base
@@ -90,6 +95,8 @@ class Job:
         if self.unchanged:
             return 0
         held = self.stored_bytes_per_elem + MERGED_BYTES
+        if self.sums:
+            return held + 4 * len(self.sizes) + _SUMS_BYTES
         if self.is_copy or (self.kernel is not None and self.is_bfloat16):
             return held
         rows = 4 * len(self.sizes)

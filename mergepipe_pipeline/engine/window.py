@@ -27,6 +27,7 @@ from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.engine.jobs import MERGED_BYTES, Job
 from mergepipe_pipeline.engine.sources import Read
+from mergepipe_pipeline.engine.sums import WindowSums
 from mergepipe_pipeline.engine.tie_breaks import RuleKey, deltas_of, nth_in, with_stops
 from mergepipe_pipeline.operators import Window as OperatorWindow
 from mergepipe_pipeline.operators.kernels.bits import Stored, narrow
@@ -108,6 +109,13 @@ class Window(Generic[D]):
         self._packed: Sequence[Sequence[PackedPart]] = [()] * len(job.task.experts)
         #: Elements that `run` had to cut off at the end of the output's type.
         self.n_cut_off = 0
+        #: The exact sums that `run` found, for a task that keeps them.
+        self.sums: WindowSums | None = None
+
+    @property
+    def start_elem(self) -> int:
+        """Its first element."""
+        return self._start
 
     @property
     def task(self) -> TensorTask:
@@ -151,6 +159,9 @@ class Window(Generic[D]):
             return self._fused(job.kernel, *self._fetch_bits(base))
         values = base.values() if base else None
         rows = self._fill(self._buffers.rows(len(job.task.experts), self._n), values, base)
+        if job.sums:
+            self.sums = job.sums.of(job.task.name, rows.numpy(), self._start)
+            return self._cast(self.sums.mean)
         if job.kernel:
             base_values = values.numpy() if values is not None else np.empty(0, np.float32)
             return self._fused(job.kernel, base_values, rows.numpy(), np.arange(len(rows)))

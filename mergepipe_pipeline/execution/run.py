@@ -23,6 +23,7 @@ from mergepipe_pipeline.domain.plan import LayerTask, MergePlan
 from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import (
+    CheckpointError,
     CorruptionError,
     DamagedLayerError,
     DamagedPackError,
@@ -32,11 +33,14 @@ from mergepipe_pipeline.execution.assemble import commit
 from mergepipe_pipeline.execution.egress import downloads_shown, traffic, traffic_since
 from mergepipe_pipeline.execution.plan_leases import lease, refuse_full_disk
 from mergepipe_pipeline.execution.plan_leases import staging as staging_of
+from mergepipe_pipeline.execution.sums import Sliding, sliding
+from mergepipe_pipeline.execution.sums import keep as keep_sums
 from mergepipe_pipeline.facts.damaged_packs import experts_of, set_aside
 from mergepipe_pipeline.facts.input_segments import plan_inputs
 from mergepipe_pipeline.progress import Advance, Progress, Silent
 from mergepipe_pipeline.snapshots.commit import Checked
 from mergepipe_pipeline.snapshots.mirror import Mirror
+from mergepipe_pipeline.storage.sums import SumsLostError, sums_beside
 from mergepipe_pipeline.warehouse import Warehouse
 
 if TYPE_CHECKING:
@@ -200,7 +204,8 @@ def run_layers(
 ) -> Iterator[LayerOutcome]:
     """Run or reuse the named layers (default: all) in plan order, yielding each as it is done.
 
-    `fresh` ones are all run. Raises DamagedPackError for a pack that is set aside by then.
+    `fresh` ones are all run, from all their inputs. Raises DamagedPackError for a pack that is set
+    aside by then.
     """
     progress = progress or Silent()
     chosen = [layer for layer in plan.layers if names is None or layer.name in names]
@@ -219,7 +224,16 @@ def run_layers(
         try:
             options = options or EngineOptions()
             layers = [(layer, reusable[layer.name]) for layer in chosen]
-            yield from _merged(warehouse, plan, layers, options, advance)
+            try:
+                for outcome in _merged(warehouse, plan, layers, options, advance, anew=fresh):
+                    layers = layers[1:]
+                    yield outcome
+            except (SumsLostError, CheckpointError, CorruptionError) as error:
+                if fresh or plan.method != "mean":
+                    raise
+                # It may be of a model that has left the window: the merge of all reads none.
+                _LOG.warning("All models of a window are read. %s", error)
+                yield from _merged(warehouse, plan, layers, options, advance, anew=True)
         except DamagedPackError as error:
             set_aside(warehouse, experts_of(plan, error.pack_id), error)
             raise
@@ -231,24 +245,29 @@ def _merged(
     layers: Sequence[tuple[LayerTask, StoredObject | None]],
     options: EngineOptions,
     advance: Advance,
+    *,
+    anew: bool = False,
 ) -> Iterator[LayerOutcome]:
     """Layers in order, from their objects or by the engine, each when it is durable.
 
-    If one fails, those before it are given first. Making a layer durable waits for the disk, so
-    that happens in a thread beside the next one's arithmetic.
+    Windows slide by the sums that are kept, unless `anew`. If one fails, those before it are given
+    first. Making a layer durable waits for the disk, so that happens in a thread beside the next
+    one's arithmetic.
     """
     missing = tuple(layer for layer, stored in layers if stored is None)
+    slid = sliding(warehouse, plan, missing, anew=anew)
 
     def keep(layer: LayerTask, path: Path, outcome: LayerOutcome) -> LayerOutcome:
         warehouse.objects.adopt(path, outcome.stored)
         warehouse.objects.record(layer.action_key, outcome.stored)
-        return outcome
+        keep_sums(warehouse, plan, layer.name, sums_beside(path))
+        return replace(outcome, layer_key=layer.layer_key)
 
     def made() -> Generator[Callable[[], LayerOutcome]]:
-        runner, staging = _engine(warehouse, plan, missing, options, stack)
-        work = [(layer, staging / f"{layer.name}.safetensors") for layer in missing]
+        runner, staging = _engine(warehouse, slid, options, stack)
+        work = [(layer, staging / f"{layer.name}.safetensors") for layer in slid.layers]
         with closing(runner.run_all(work, advance)) as results:
-            for (layer, path), outcome in zip(work, results, strict=True):
+            for layer, (_, path), outcome in zip(missing, work, results, strict=True):
                 yield partial(keep, layer, path, outcome)
 
     # The keeper ends before staging goes: what the engine has finished is kept.
@@ -270,8 +289,7 @@ def _merged(
 
 def _engine(
     warehouse: Warehouse,
-    plan: MergePlan,
-    layers: tuple[LayerTask, ...],
+    slid: Sliding,
     options: EngineOptions,
     stack: ExitStack,
 ) -> tuple[LayerRunner, Path]:
@@ -280,5 +298,6 @@ def _engine(
 
     release_freed()
     staging = stack.enter_context(staging_of(warehouse, "merge"))
-    runner = LayerRunner(plan, options, plan_inputs(warehouse, plan, layers))
+    known = plan_inputs(warehouse, slid.plan, slid.layers)
+    runner = LayerRunner(slid.plan, options, known, slid.sums)
     return stack.enter_context(runner), staging

@@ -60,9 +60,9 @@ def collect(
     the newest so many of any ref; if `unpublished`, those that no ref ever named; their layers with
     them.
 
-    What `repair` took away, and plans without a snapshot, stay for 30 days at least. Waits for
-    another collection; merges that begin meanwhile wait for this one. A `dry_run` writes nothing,
-    so that the warehouse may be one that cannot be written.
+    What `repair` took away, plans without a snapshot, and kept sums stay for 30 days at least.
+    Waits for another collection; merges that begin meanwhile wait for this one. A `dry_run` writes
+    nothing, so that the warehouse may be one that cannot be written.
     """
     leases = warehouse.leases
     published: _Versions = {}
@@ -121,7 +121,8 @@ def _expired(
         _idle_packs(warehouse, roots.need | roots.living.need, certain=certain), older_than_s
     )
     yield from _older(_orphans(warehouse, named), older_than_s)
-    for paths in (sorted(warehouse.aside.glob("*")), _idle_plans(warehouse, roots)):
+    sums = sorted(warehouse.sums_dir.glob("*/*"))  # a merge renews them: its window stands still
+    for paths in (sorted(warehouse.aside.glob("*")), _idle_plans(warehouse, roots), sums):
         yield from _older(paths, max(older_than_s, _LONG_S))
 
 

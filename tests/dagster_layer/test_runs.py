@@ -18,11 +18,13 @@ from tests.dagster_layer.test_experts import jobs
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 
 
+@pytest.mark.parametrize("method", ["linear", "mean"])
 def test_a_window_slides_with_each_step_that_lands_and_nothing_is_merged_twice(
-    home: Warehouse, family: Path, ticker: Ticker, instance: dg.DagsterInstance
+    home: Warehouse, family: Path, ticker: Ticker, instance: dg.DagsterInstance, method: str
 ) -> None:
-    entry = "{run: math, last: 2, every: 100, weights: {schedule: minus_sqrt}}"
-    home.recipe_path("window").write_text(f"merge_method: linear\nmodels: [{entry}]\n")
+    weights = ", weights: {schedule: minus_sqrt}" if method == "linear" else ""
+    entry = f"{{run: math, last: 2, every: 100{weights}}}"
+    home.recipe_path("window").write_text(f"merge_method: {method}\nmodels: [{entry}]\n")
     run = home.inbox / "math"
 
     def save(step: int, source: int) -> list[str]:
