@@ -215,19 +215,22 @@ def _chunk(
             "A tensor of a training run is compressed",
             where=where,
             expected="tensors as they are, as torch writes them by default",
-            found=f"transformed by {str(place['transform_descriptors'])[:80]}",
+            found=f"transforms: {_said(place['transform_descriptors'])}",
             next_step="save the step without `_extensions`, or load it where it was trained and "
             "save it as safetensors",
         )
     if type(file) is not str or not _is_natural(start) or not _is_natural(nbytes):
-        raise bad(where, "a file, an offset and a length", f"{file!r}, {start!r}, {nbytes!r}"[:80])
+        found = ", ".join(map(_said, (file, start, nbytes)))
+        raise bad(where, "a file, an offset and a length", found)
     return Chunk(offsets, sizes, file, start, nbytes)
 
 
 def _index(key: object, where: str) -> tuple[object, object]:
     state = _state(key, f"{_TABLES}.MetadataIndex", where)
     offset = state.get("offset")
-    return state.get("fqn"), None if offset is None else _size(offset, where)
+    if type(state.get("fqn")) is not str:
+        raise bad(where, "places by the names of tensors", _said(state.get("fqn")))
+    return state["fqn"], None if offset is None else _size(offset, where)
 
 
 def _state(value: object, kind: str, where: str) -> dict[Any, Any]:
@@ -248,6 +251,13 @@ def _size(value: object, where: str) -> tuple[int, ...]:
         if type(sizes) is tuple and len(sizes) <= 64 and all(map(_is_natural, sizes)):
             return sizes
     raise bad(where, "a size of natural numbers", type(value).__name__)
+
+
+def _said(value: object) -> str:
+    """A plain value, or what it is: a nest of tuples takes for ever to be written or hashed."""
+    if type(value) is list:
+        return ", ".join(map(_said, value[:3]))
+    return str(value)[:80] if type(value) in (str, int, float, bool) else type(value).__name__
 
 
 def _is_natural(value: object) -> TypeGuard[int]:
@@ -358,9 +368,9 @@ def _storage_of(value: object, sizes: tuple[int, ...], dtype: str, where: str) -
     own = args[6].kind if len(args) > 6 and isinstance(args[6], Thing) else ""
     if dtype not in (_STORAGES.get(kind), _DTYPES.get(own)):
         raise _other_form(where, f"elements of {own or kind}, where the tables say {dtype}")
-    if offset != 0 or size != sizes or not _is_contiguous(size, stride):
-        raise _other_form(where, f"a part or a transpose: shape {size!r}, strides {stride!r}"[:120])
-    return str(stated[2])
+    if offset != 0 or size != sizes or not _is_contiguous(sizes, stride):
+        raise _other_form(where, "a part of a storage, or a transpose")
+    return _said(stated[2])
 
 
 def _is_contiguous(size: tuple[int, ...], stride: object) -> bool:

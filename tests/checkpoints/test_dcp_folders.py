@@ -6,6 +6,7 @@ import pickle
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import reduce
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,16 @@ def _tensor(**parts: object) -> Callable[[Any], None]:
     return change
 
 
+class Slow:
+    """A key whose state, a nest of tuples, takes for ever to be hashed or written."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return MetadataIndex, ("a",), {"fqn": NEST}
+
+
+NEST: tuple[Any, ...] = reduce(lambda inner, _: (inner, inner), range(64), ())
+
+
 def _set(name: str, value: object) -> Callable[[Any], None]:
     return lambda m: setattr(m, name, value)
 
@@ -188,6 +199,11 @@ TABLES: dict[str, Callable[[Any], object]] = {
     "a call among places": _set("storage_data", Hostile(exec, "1")),
     "an object of another class": _set("planner_data", Path),
     "an object of no list": _set("planner_data", torch.nn.Linear),
+    "a file that is a nest of tuples": _place(relative_path=NEST),
+    "an offset that is one": _place(offset=NEST),
+    "a transform that is one": _place(transform_descriptors=[NEST]),
+    "a shape that is one": _tensor(size=Hostile(torch.Size, NEST)),
+    "a place of one": _set("storage_data", {Slow(): 1}),
     "a set": _set("planner_data", {1, 2}),
     "a large number": _set("planner_data", 1 << 3000),
 }
@@ -330,7 +346,7 @@ def test_formats_of_other_trainers_are_refused_with_the_command_that_converts(
 
 def test_what_is_strided_or_in_another_format_is_refused(tmp_path: Path) -> None:
     save_alone(tmp_path / "strided", {"a": torch.arange(12.0).reshape(3, 4).t()})
-    with pytest.raises(CheckpointError, match="a part or a transpose"):
+    with pytest.raises(CheckpointError, match="or a transpose"):
         open_checkpoint(str(tmp_path / "strided"), "step")
     writer = FileSystemWriter(
         tmp_path / "other", serialization_format=SerializationFormat.SAFETENSORS
