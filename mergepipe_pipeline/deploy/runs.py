@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from mergepipe_pipeline.domain.bounds import NAME
-from mergepipe_pipeline.domain.training_run import member_name, run_of, steps_in
+from mergepipe_pipeline.domain.training_run import is_weights, member_name, run_of, steps_in
 from mergepipe_pipeline.storage.atomic import link_path, remove_tree
 from mergepipe_pipeline.storage.regular import text_of
 from mergepipe_pipeline.warehouse import Warehouse
@@ -23,7 +23,7 @@ def steps_at(folder: Path) -> tuple[dict[int, list[str]], bool]:
     """
     with os.scandir(folder) as entries:
         inside = list(entries)
-    has_weights = any(e.name.endswith(".safetensors") for e in inside)
+    has_weights = any(is_weights(e.name) for e in inside)
     return steps_in(e.name for e in inside if e.is_dir()), has_weights
 
 

@@ -33,6 +33,11 @@ def step_of(name: str) -> int:
     return int(member["step"])
 
 
+def is_weights(file: str) -> bool:
+    """Whether a file's name says that its folder is a checkpoint itself."""
+    return file.endswith(".safetensors") or file == ".metadata"
+
+
 def steps_in(folders: Iterable[str]) -> dict[int, list[str]]:
     """The folders that are named by a step, by step in increasing order."""
     steps: dict[int, list[str]] = {}

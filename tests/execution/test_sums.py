@@ -10,12 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from mergepipe_pipeline.execution.run import MergeOutcome
 from mergepipe_pipeline.verbs.merge import merge
 from mergepipe_pipeline.verbs.register import register
+from mergepipe_pipeline.verbs.runs import register_run
 from mergepipe_pipeline.verbs.verify import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
+from tests.checkpoints.runs import save_alone
 from tests.support.family import Size, tensors_of, write_model
 
 LAST = 4
@@ -90,6 +93,28 @@ def test_a_slide_reads_one_new_and_one_old_checkpoint_and_gives_the_bits_of_all(
         assert layers(slid) == world.of_all(range(number - LAST + 1, number + 1))
         assert [m.text for m in slid.plan.request.models][-1] == f"run.step-{number}"
     assert not verify_all(world.home).findings
+
+
+def test_a_run_that_torch_saved_slides_like_its_exports_once_its_steps_are_whole(
+    world: World, tmp_path: Path
+) -> None:
+    run = tmp_path / "fsdp"
+    for number in (1, 2, 3, 4):
+        folder = run / f"checkpoint-{number}"
+        exported = step(tmp_path, number, torch.bfloat16)
+        state = {"model": load_file(exported / "model.safetensors"), "step": number}
+        save_alone(folder, state)
+        shutil.copy(exported / "config.json", folder)
+    late = (run / "checkpoint-4" / ".metadata").rename(tmp_path / "late")
+    recipe = tmp_path / "fsdp.yml"
+    recipe.write_text("merge_method: mean\nmodels: [{run: fsdp, last: 3}]\n")
+    assert [folder for folder, _ in register_run(world.home, run).left_out] == ["checkpoint-4"]
+    assert layers(merge(world.home, recipe).outcome) == world.of_all([1, 2, 3])
+    late.rename(run / "checkpoint-4" / ".metadata")
+    assert register_run(world.home, run).new == ("fsdp.step-4",)
+    slid = merge(world.home, recipe).outcome
+    assert slid.realised.expert_bytes_read == 2 * nbytes(slid)
+    assert layers(slid) == world.of_all([2, 3, 4])
 
 
 def test_what_comes_twice_or_comes_back_is_counted_as_often(world: World) -> None:
