@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from mergepipe_pipeline.execution.run import MergeOutcome
+from mergepipe_pipeline.storage import atomic
 from mergepipe_pipeline.verbs.merge import merge
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.verbs.runs import register_run
@@ -177,6 +179,37 @@ def test_a_step_that_rotted_after_it_was_merged_harms_no_window_that_it_has_left
     world.save(5)
     slid = world.slide()
     assert layers(slid) == world.of_all([2, 3, 4, 5])
+
+
+class CrashError(Exception):
+    """The process would be dead here."""
+
+
+def test_a_death_at_any_step_of_a_slide_leaves_sums_from_which_the_next_one_is_right(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.save(1, 2, 3, 4)
+    world.slide()
+    crashes = 0
+    for number in range(5, 11):
+        world.save(number)
+        while True:
+            # Each time further, every fifth time to the end.
+            lives = iter(range(2 * crashes if crashes % 5 else 10**9))
+
+            def die(_: str, lives: Iterator[int] = lives) -> None:
+                if next(lives, None) is None:
+                    raise CrashError
+
+            monkeypatch.setattr(atomic, "crash_hook", die)
+            with suppress(CrashError):
+                slid = world.slide()
+                break
+            crashes += 1
+        monkeypatch.setattr(atomic, "crash_hook", None)
+        crashes += 1
+        assert layers(slid) == world.of_all(range(number - LAST + 1, number + 1))
+    assert crashes > 15
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), 1e38])
