@@ -18,8 +18,21 @@ from mergepipe_pipeline.domain.checkpoint import TensorEntry
 from mergepipe_pipeline.domain.code_schemes import N_BITS, Element
 from mergepipe_pipeline.dtypes import itemsize
 
+#: Rows and columns of the blocks of fp8 that results are written in, and the name of their scales.
+FP8_BLOCK, SCALES = 128, "_scale_inv"
+
 #: A stored tensor, and a range of its elements.
 StoredRange = tuple[TensorEntry, int, int]
+
+
+def stored_as(
+    name: str, shape: tuple[int, ...], dtype: str, *, is_coded: bool
+) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+    """Name, dtype and shape of a tensor in a file; of one that `is_coded`, its codes and scales."""
+    if not is_coded:
+        return ((name, dtype, shape),)
+    grid = tuple(-(-n // FP8_BLOCK) for n in shape[-2:])
+    return ((name, "F8_E4M3", shape), (name + SCALES, "F32", (*shape[:-2], *grid)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -70,6 +71,25 @@ def _by_transformers(tensors: Tensors, rows: int, cols: int) -> torch.Tensor:
         )
         padded.view(torch.uint8)[:rows, :cols] = tensors["weight"].view(torch.uint8)
     return Fp8Dequantize(None)._dequantize_one(padded, scales)[:rows, :cols]
+
+
+def fp8_by_transformers(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales in blocks of 128 × 128 as transformers has them of zero-filled blocks."""
+    from transformers.integrations.finegrained_fp8 import Fp8Quantize
+    from transformers.utils.quantization_config import FineGrainedFP8Config
+
+    *lead, rows, cols = values.shape
+    padded = torch.zeros(*lead, _blocks(rows, 128) * 128, _blocks(cols, 128) * 128)
+    padded[..., :rows, :cols] = values
+    quantize = Fp8Quantize(SimpleNamespace(quantization_config=FineGrainedFP8Config()))
+    coded = quantize._quantize_one("weight", padded)
+    return coded["weight"][..., :rows, :cols].contiguous(), coded["weight_scale_inv"]
+
+
+def fp8_meant(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """What codes mean with scales of blocks of 128 × 128, in float32."""
+    each = scales.repeat_interleave(128, -2).repeat_interleave(128, -1)
+    return codes.float() * each[..., : codes.shape[-2], : codes.shape[-1]]
 
 
 def _compressed(name: str, **weights: Any) -> Callable[[Tensors, int, int], torch.Tensor]:
