@@ -77,6 +77,9 @@ TORCH_NAME: dict[str, str] = {
 _FROM_NAME = {name: code for code, name in TORCH_NAME.items() if code in FLOATING}
 _FROM_NAME |= {"float": "F32", "half": "F16", "double": "F64"}
 
+#: In a recipe: most weights as F8_E4M3 with a scale for each block, what is left as BF16.
+FP8_BLOCKS = "float8_e4m3_block"
+
 
 def itemsize(code: str) -> int:
     """Bytes per element of a safetensors dtype code; KeyError for an unknown one."""

@@ -84,6 +84,7 @@ LONG = (
     "execution/test_card_facts.py",
     "execution/test_decoded.py",
     "execution/test_four_forms.py",
+    "execution/test_fp8_output.py",
     "execution/test_huge_deltas.py",
     "execution/test_operators.py",
     "execution/test_sums.py",

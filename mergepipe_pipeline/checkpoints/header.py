@@ -9,12 +9,13 @@ one byte.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 from math import prod
 from typing import Any
 
 from mergepipe_pipeline.domain.checkpoint import TensorEntry
+from mergepipe_pipeline.domain.codes import SCALES
 from mergepipe_pipeline.dtypes import ITEMSIZE
 from mergepipe_pipeline.errors import CheckpointError, IncompleteCheckpointError
 from mergepipe_pipeline.storage.json_text import parse_json
@@ -146,16 +147,28 @@ def parse_header(
     return entries, metadata
 
 
-def tensor_order(tensors: Sequence[Described]) -> list[Described]:
-    """Tensors as the library lays them out: widest dtype first, then by name."""
-    return sorted(tensors, key=lambda t: (_RANK.index(t[1]), t[0]))
+def tensor_order(tensors: Sequence[Described], coded: Collection[str] = ()) -> list[Described]:
+    """Tensors as the library lays them out: widest dtype first, then by name.
+
+    The scales of what is `coded` follow its codes, which stand where the scales would: these are
+    known last.
+    """
+    pairs = {name + end: name for name in coded for end in ("", SCALES)}
+
+    def place(t: Described) -> tuple[int, str, str]:
+        name, dtype, _ = t
+        return _RANK.index("F32" if name in pairs else dtype), pairs.get(name, name), name
+
+    return sorted(tensors, key=place)
 
 
-def build_header(tensors: Sequence[Described], metadata: dict[str, str]) -> bytes:
+def build_header(
+    tensors: Sequence[Described], metadata: dict[str, str], coded: Collection[str] = ()
+) -> bytes:
     """Length and padded JSON header for `tensors` (name, dtype, shape)."""
     body: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     at = 0
-    for name, dtype, shape in tensor_order(tensors):
+    for name, dtype, shape in tensor_order(tensors, coded):
         nbytes = prod(shape) * ITEMSIZE[dtype]
         body[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
         at += nbytes

@@ -6,7 +6,7 @@ ends are kept, so that verification can name the first tensor whose bytes are wr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import prod
 from pathlib import Path
 
@@ -22,15 +22,19 @@ from mergepipe_pipeline.storage.uncached import DirectFile
 class ShardWriter:
     """A new file at `path` for `tensors` (name, dtype, shape); a context manager.
 
-    Space is reserved at once, so a full disk shows before any work: StorageFullError. Without
-    `finish` the file is removed on exit.
+    The scales of those that are `coded` come after their codes. Space is reserved at once, so a
+    full disk shows before any work: StorageFullError. Without `finish` the file is removed on exit.
     """
 
     def __init__(
-        self, path: str | Path, tensors: Sequence[Described], metadata: dict[str, str]
+        self,
+        path: str | Path,
+        tensors: Sequence[Described],
+        metadata: dict[str, str],
+        coded: Collection[str] = (),
     ) -> None:
         self._path = Path(path)
-        self._header = build_header(tensors, metadata)
+        self._header = build_header(tensors, metadata, coded)
         entries = _entries(self._header, tensors)
         self.order: tuple[str, ...] = tuple(e.name for e in entries)
         self._ends = [(e.name, e.start_byte + e.nbytes) for e in entries]

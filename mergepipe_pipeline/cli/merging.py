@@ -25,6 +25,7 @@ from mergepipe_pipeline.text import percent, size
 if TYPE_CHECKING:
     from mergepipe_pipeline.domain.plan import MergePlan
     from mergepipe_pipeline.execution.packs import PackedCost
+    from mergepipe_pipeline.execution.run import MergeOutcome
     from mergepipe_pipeline.remote.egress import Egress
     from mergepipe_pipeline.resolution.resolve import ResolvedRecipe
     from mergepipe_pipeline.snapshots.export import Shards
@@ -338,6 +339,7 @@ def _merged_lines(merged: Merged) -> list[str]:
         ),
         f"  error         {error_text(outcome.plan)}",
         f"  error bound   {bound_text(outcome.plan)}",
+        *rounding_lines(outcome),
         f"  time          {s['time']['total_s']:.2f} s",
         f"  path          {outcome.snapshot.path}",
         *([f"  metrics       {metrics_text(judged.evaluation.metrics)}"] if judged else []),
@@ -345,6 +347,15 @@ def _merged_lines(merged: Merged) -> list[str]:
         *([f"  folder        {merged.folder}"] if merged.folder else []),
         *([f"  published     {ref.name}, version {ref.number}"] if ref else []),
     ]
+
+
+def rounding_lines(outcome: MergeOutcome) -> list[str]:
+    """What fp8 with scales changed of the merged weights; nothing where there are none."""
+    error, update = outcome.rounding_error, outcome.plan.estimates.update_norm
+    if error is None:
+        return []
+    relative = f" ({percent(error / update)} of the update)" if update else ""
+    return [f"  fp8 rounding  {error:.4g} in L2 measured{relative}"]
 
 
 def cut_of(warehouse: Warehouse, out: str | None, size: str | None) -> tuple[Path, Shards] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass
+from math import sqrt
 from typing import Any
 
 from mergepipe_pipeline.domain.bounds import Number, Size
@@ -14,12 +15,19 @@ class StoredObject:
     """A merged layer in the object store; `tensors` as in `domain.snapshot.ShardEntry`.
 
     `non_finite`: tensor name and number of elements that are NaN, infinite or cut off, if any.
+    `sq_rounding` is Σ (w − what its code means)² over the weights that are coded.
     """
 
     sha256: str
     nbytes: int
     tensors: tuple[tuple[str, str], ...]
     non_finite: tuple[tuple[str, int], ...] = ()
+    sq_rounding: float = 0.0
+
+
+def rounding_error(objects: Iterable[StoredObject]) -> float:
+    """The L2 norm of what coding changed in these layers."""
+    return sqrt(sum(stored.sq_rounding for stored in objects))
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +35,8 @@ class LayerOutcome:
     """One layer: reused from the action cache, or what it cost to run, in bytes and seconds.
 
     Of the workers' time, added up over threads, `read_s` went to reading and `arithmetic_s` is the
-    rest; `write_s` is what one thread spent on hashing and writing. `sum_bytes_read` are of kept
-    sums; those that are kept count as written.
+    rest; `write_s` is what one thread spent on coding, hashing and writing. `sum_bytes_read` are of
+    kept sums; those that are kept count as written.
     """
 
     name: str

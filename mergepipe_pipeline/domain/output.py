@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from math import prod
 
 from mergepipe_pipeline.domain.checkpoint import TensorEntry
+from mergepipe_pipeline.domain.codes import stored_as
 from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.domain.recipe import Budget, Recipe, TensorRecipe
 from mergepipe_pipeline.domain.view import TensorView
-from mergepipe_pipeline.dtypes import FLOATING, promoted
+from mergepipe_pipeline.dtypes import FLOATING, FP8_BLOCKS, itemsize, promoted
 
 
 def is_computed(method: str, t: TensorRecipe) -> bool:
@@ -61,13 +63,32 @@ def is_merged(t: TensorRecipe, models: Sequence[Model]) -> bool:
 
 
 def out_dtype(recipe: Recipe, t: TensorRecipe, models: Sequence[Model]) -> str:
-    """The dtype (safetensors code) in which an output tensor is written: decided here alone."""
+    """The dtype (safetensors code) in which an output tensor is written: decided here alone.
+
+    Codes are made of float32.
+    """
     like, recipe_dtype = stored_like(t, models), recipe.out_dtype or recipe.dtype
     if like.dtype not in FLOATING:
         return like.dtype
+    if recipe_dtype == FP8_BLOCKS:
+        return "F32" if t.name in recipe.coded else "BF16"
     if t.base is not None and is_kept(recipe.budget, t.name):
         return recipe_dtype or _written(like)
     return recipe_dtype or promoted_dtype(t, [m.views for m in models])
+
+
+def stored_tensors(
+    recipe: Recipe, t: TensorRecipe, models: Sequence[Model]
+) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+    """Name, dtype and shape of what the result has of an output tensor."""
+    shape, dtype = stored_like(t, models).shape, out_dtype(recipe, t, models)
+    return stored_as(t.name, shape, dtype, is_coded=t.name in recipe.coded)
+
+
+def out_nbytes(recipe: Recipe, t: TensorRecipe, models: Sequence[Model]) -> int:
+    """Bytes of what the result has of an output tensor."""
+    stored = stored_tensors(recipe, t, models)
+    return sum(prod(shape) * itemsize(dtype) for _, dtype, shape in stored)
 
 
 def is_kept(budget: Budget, tensor: str) -> bool:

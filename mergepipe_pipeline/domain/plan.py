@@ -17,6 +17,7 @@ from typing import Any, cast
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.domain.blocks import Range, coalesce
 from mergepipe_pipeline.domain.bounds import Number, Size, Text
+from mergepipe_pipeline.domain.codes import stored_as
 from mergepipe_pipeline.domain.pack import CODEC_VERSION, PackedInput, PackSource
 from mergepipe_pipeline.domain.recipe import Params
 from mergepipe_pipeline.domain.request import AS_WRITTEN, Request
@@ -137,7 +138,8 @@ class TensorTask:
     """One output tensor: `operator` over `experts` on `base`; operator `copy` has no experts.
 
     `facts` are the numbers of the whole tensor that the operator measured. `reason` says why this
-    operator was chosen where the recipe left it open; it takes no part in the identity.
+    operator was chosen where the recipe left it open; it takes no part in the identity. What
+    `is_coded` is computed in `out_dtype`, and written as fp8 with a scale for each block.
     """
 
     name: str
@@ -150,11 +152,17 @@ class TensorTask:
     experts: tuple[ExpertInput, ...]
     facts: tuple[float, ...] = ()
     reason: str = ""
+    is_coded: bool = False
+
+    @property
+    def stored(self) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+        """Name, dtype and shape of what its layer's file has of it."""
+        return stored_as(self.name, self.shape, self.out_dtype, is_coded=self.is_coded)
 
     @property
     def out_nbytes(self) -> int:
-        """Bytes of the output tensor."""
-        return prod(self.shape) * itemsize(self.out_dtype)
+        """Bytes of what its layer's file has of it."""
+        return sum(prod(shape) * itemsize(dtype) for _, dtype, shape in self.stored)
 
     @property
     def variant(self) -> str:
@@ -173,6 +181,7 @@ class TensorTask:
             "base": self.base and [self.base.digest, self.base.view.dtype],
             "experts": [e.identity() for e in self.experts],
             "facts": self.facts,
+            **({"is_coded": True} if self.is_coded else {}),
         }
 
 
@@ -307,6 +316,11 @@ class MergePlan:
         """64 hex over the layer keys and the side files' owner; equal ids, equal merged weights."""
         keys = [lay.layer_key for lay in self.layers]
         return digest_json([ENGINE_VERSION, self.method, keys, self.side.config, self.side.files])
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether some of its result is written as fp8 with scales."""
+        return any(task.is_coded for layer in self.layers for task in layer.tasks)
 
     @property
     def plan_digest(self) -> str:

@@ -162,7 +162,7 @@ class Recipe:
 
     `models` are all models, each once, the base at `base` among them. `sliced` are the
     stacks that slices make, with their numbers of layers. `chat_template` is a template's text, or
-    "auto".
+    "auto". The tensors in `coded` are written as fp8 with scales.
     """
 
     name: str
@@ -171,7 +171,7 @@ class Recipe:
     models: tuple[ModelRef, ...]
     base: int | None
     tensors: tuple[TensorRecipe, ...]
-    dtype: str | None  # safetensors code, None: as stored
+    dtype: str | None  # safetensors code or FP8_BLOCKS, None: as stored
     out_dtype: str | None
     budget: Budget
     strategy: str | None
@@ -181,6 +181,7 @@ class Recipe:
     tokenizer: TokenizerRecipe | None = None
     chat_template: str | None = None
     warnings: tuple[str, ...] = ()
+    coded: frozenset[str] = frozenset()
 
     @property
     def contributing(self) -> frozenset[int]:

@@ -30,6 +30,7 @@ from mergepipe_pipeline.domain.outcome import LayerOutcome, StoredObject
 from mergepipe_pipeline.domain.plan import LayerTask, MergePlan, TensorTask
 from mergepipe_pipeline.domain.segments import KnownSegments
 from mergepipe_pipeline.dtypes import itemsize
+from mergepipe_pipeline.engine.coding import Coding
 from mergepipe_pipeline.engine.jobs import Job
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.engine.rescale import RescalePrepass
@@ -113,9 +114,10 @@ class LayerRunner:
         started = time.monotonic()
         read, took_s, write_s, sums_read = Read(), 0.0, 0.0, 0
         non_finite: Counter[str] = Counter()
-        described = [(t.name, t.out_dtype, t.shape) for t in layer.tasks]
+        described, coding = [d for t in layer.tasks for d in t.stored], Coding(layer.tasks)
         kept_for = {self._sums[t.name].plan_id for t in layer.tasks if t.name in self._sums}
-        with ShardWriter(path, described, {"format": "pt"}) as writer, ExitStack() as stack:
+        shard = ShardWriter(path, described, {"format": "pt"}, coding.names)
+        with shard as writer, ExitStack() as stack:
             sums = [stack.enter_context(SumsWriter(sums_beside(path), p)) for p in kept_for]
             while not writer.is_complete:
                 done = next(merged, None)
@@ -125,19 +127,19 @@ class LayerRunner:
                 if done.non_finite:
                     non_finite[done.tensor] += done.non_finite
                 began = time.perf_counter()
-                writer.write(done.out.data)
+                for piece in coding.pieces(done.tensor, done.out, is_last=done.last is not None):
+                    writer.write(piece.data)
+                    if advance:
+                        advance(len(piece))
                 if done.sums:
                     sums[0].add(done.tensor, done.start_elem, done.sums.pieces)
                     sums_read += done.sums.n_read
                 write_s += time.perf_counter() - began
                 if done.last:
                     done.last.finish()
-                if advance:
-                    advance(len(done.out))
             sha256, nbytes = writer.finish()
-            stored = StoredObject(
-                sha256, nbytes, writer.prefix_digests, tuple(sorted(non_finite.items()))
-            )
+            counts = tuple(sorted(non_finite.items()))
+            stored = StoredObject(sha256, nbytes, writer.prefix_digests, counts, coding.sq_error)
             kept_nbytes = sum(s.finish() for s in sums)
         self._verify(layer, read)
         return LayerOutcome(

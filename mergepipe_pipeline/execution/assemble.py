@@ -20,7 +20,7 @@ import yaml
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.digest import new_hash, sha256_hex, unseal
-from mergepipe_pipeline.domain.outcome import Realised, StoredObject, Times
+from mergepipe_pipeline.domain.outcome import Realised, StoredObject, Times, rounding_error
 from mergepipe_pipeline.domain.plan import LayerTask, MergePlan, Source
 from mergepipe_pipeline.domain.snapshot import (
     PROVENANCE,
@@ -186,9 +186,10 @@ def commit(
             marks.mark(final.name, is_stage=is_stage, is_new=False)
             whole = Checked(frozenset(s.sha256 for s in shards), began_ns)
             return load_snapshot(warehouse.snapshots, final.name), whole
-        staged = stage_snapshot(
-            staging, manifest, store, written | files, _provenance(warehouse, plan, realised, times)
-        )
+        provenance = _provenance(warehouse, plan, realised, times)
+        if plan.is_coded:
+            provenance["rounding_error"] = rounding_error(stored for _, stored in merged)
+        staged = stage_snapshot(staging, manifest, store, written | files, provenance)
         began_ns = time.time_ns()  # a file counts as touched when it is linked
         reused = [pair for pair in merged if pair[0].name not in made]
         _refuse_damaged(warehouse, reused)
@@ -269,7 +270,7 @@ def _made_files(
         nbytes = side_files(source, root).get(CONFIG)
         if nbytes is not None:
             dtypes = {t.out_dtype for layer in plan.layers for t in layer.tasks if t.experts}
-            dtype = dtypes.pop() if len(dtypes) == 1 else None
+            dtype = "BF16" if plan.is_coded else dtypes.pop() if len(dtypes) == 1 else None
             original = source.read_range(CONFIG, 0, nbytes)
             _refuse_changed(warehouse, plan, SideFile(CONFIG, sha256_hex(original), nbytes), source)
             files[CONFIG] = config_json(original, dtype, plan.side.config)

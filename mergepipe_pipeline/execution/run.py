@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from mergepipe_pipeline.concurrency.threads import release_freed
 from mergepipe_pipeline.concurrency.workers import TaskQueue, Workers
-from mergepipe_pipeline.domain.outcome import LayerOutcome, Realised, RunStart, StoredObject, Times
+from mergepipe_pipeline.domain.outcome import (
+    LayerOutcome,
+    Realised,
+    RunStart,
+    StoredObject,
+    Times,
+    rounding_error,
+)
 from mergepipe_pipeline.domain.plan import LayerTask, MergePlan
 from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.engine.options import EngineOptions
@@ -106,8 +113,9 @@ class MergeOutcome:
     """A finished merge: the snapshot, its plan, what it cost, and the time it took.
 
     `wall_s` is that of merging and commit; `non_finite` counts NaN
-    and infinite elements by tensor, with those that F8_E4M3 cut off at its end. `checked` is what
-    the commit has read of the snapshot.
+    and infinite elements by tensor, with those that F8_E4M3 cut off at its end. `rounding_error` is
+    the L2 norm of what fp8 with scales changed; None of a result without. `checked` is what the
+    commit has read of the snapshot.
     """
 
     snapshot: Snapshot
@@ -116,6 +124,7 @@ class MergeOutcome:
     wall_s: float
     times: Times
     non_finite: dict[str, int]
+    rounding_error: float | None
     checked: Checked
 
     def summary(self) -> dict[str, Any]:
@@ -136,6 +145,7 @@ class MergeOutcome:
             "predicted_margin": e.predicted_margin,
             "error_bound": e.error_bound,
             "error_bound_note": e.bound_note,
+            **({} if self.rounding_error is None else {"rounding_error": self.rounding_error}),
             "update_norm_estimate": e.update_norm,
             "wall_s": round(self.wall_s, 3),
             "time": self.times.to_json(),
@@ -177,8 +187,9 @@ def run_plan(
         downloads = start.downloaded()  # what this process fetches later is not of this merge
         times = replace(times, downloaded=lambda: downloads)
         counts = dict(count for layer in outcomes for count in layer.stored.non_finite)
+        rounded = rounding_error(x.stored for x in outcomes) if plan.is_coded else None
         wall_s = time.monotonic() - started
-        return MergeOutcome(done[0], plan, realised, wall_s, times, counts, done[1])
+        return MergeOutcome(done[0], plan, realised, wall_s, times, counts, rounded, done[1])
 
     with lease(warehouse, plan):
         try:

@@ -203,6 +203,7 @@ class PlanBuilder:
                 experts=tuple(experts),
                 facts=part.facts if experts else (),
                 reason=part.reason,
+                is_coded=t.name in self.recipe.coded,
             )
         return out
 
@@ -220,6 +221,7 @@ class PlanBuilder:
             seed=self.recipe.seed,
             base=BaseInput(self._view(*source), self._digest(*source)),
             experts=(),
+            is_coded=t.name in self.recipe.coded,
         )
 
     def _base(self, t: TensorRecipe) -> BaseInput | None:

@@ -15,7 +15,7 @@ from mergepipe_pipeline.domain.layers import embedding_like, is_buffer, layer_st
 from mergepipe_pipeline.domain.operator import OperatorSchema, Parameter
 from mergepipe_pipeline.domain.output import is_computed, promoted_dtype
 from mergepipe_pipeline.domain.recipe import BaseTensor, Params, Recipe, TensorInput, TensorRecipe
-from mergepipe_pipeline.dtypes import FLOATING
+from mergepipe_pipeline.dtypes import FLOATING, FP8_BLOCKS
 from mergepipe_pipeline.recipe.budget import check_budget_options
 from mergepipe_pipeline.recipe.checks import (
     copied,
@@ -67,6 +67,8 @@ def _rounding_warnings(
 ) -> list[str]:
     """Warnings about dtypes that lose something of the models that arithmetic reads."""
     computed = [t for t in tensors if is_computed(parsed.method, t)]
+    if parsed.dtype == FP8_BLOCKS:
+        return []
     if parsed.dtype is None:
         return dtype_warnings(None, [promoted_dtype(t, tables) for t in computed])
     used = {i.model for t in computed for i in t.inputs}

@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.domain.bounds import NAME
-from mergepipe_pipeline.dtypes import FLOATING, TORCH_NAME, code_from_name
+from mergepipe_pipeline.dtypes import FLOATING, FP8_BLOCKS, TORCH_NAME, code_from_name
 from mergepipe_pipeline.errors import RecipeError
 from mergepipe_pipeline.recipe.budget import BUDGET_KEYS
 from mergepipe_pipeline.recipe.cron import cron_problem, is_time_zone
@@ -70,12 +70,14 @@ def _layer_range(value: object) -> object:
 
 
 def _dtype_code(value: str) -> str:
+    if value == FP8_BLOCKS:
+        return value
     try:
         return code_from_name(value, "dtype")
     except RecipeError as error:
-        names = [TORCH_NAME[code] for code in sorted(FLOATING)]
+        names = [FP8_BLOCKS, *(TORCH_NAME[code] for code in sorted(FLOATING))]
         near = suggest(re.sub("^(b?)fp?(?=[0-9])", r"\1float", value), names)
-        text = f"expected {error.expected}, found {error.found}{near}"
+        text = f"expected {error.expected} or {FP8_BLOCKS}, found {error.found}{near}"
         raise ValueError(text) from None
 
 
@@ -181,7 +183,7 @@ class ModuleYaml(Keys):
 
 
 class RecipeYaml(Keys):
-    """A recipe's top level; `dtype` and `out_dtype` come out as safetensors codes."""
+    """A recipe's top level; `dtype` and `out_dtype` come out as safetensors codes or FP8_BLOCKS."""
 
     merge_method: str
     name: str | None = None

@@ -15,10 +15,9 @@ from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.domain.layers import layer_count, layer_name
 from mergepipe_pipeline.domain.model import Model
-from mergepipe_pipeline.domain.output import is_kept, is_merged
+from mergepipe_pipeline.domain.output import is_kept, is_merged, out_nbytes, stored_like
 from mergepipe_pipeline.domain.recipe import Recipe, pairs_of
-from mergepipe_pipeline.domain.view import TensorView
-from mergepipe_pipeline.dtypes import FLOATING, itemsize
+from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.planner.constraints import lacks_base
 from mergepipe_pipeline.warehouse import Warehouse
@@ -46,19 +45,19 @@ def estimate(
     warehouse: Warehouse,
     recipe: Recipe,
     models: Sequence[Model],
-    outputs: Sequence[tuple[TensorView, str]],
     grid: BlockGrid,
 ) -> Cost:
-    """The cost of a recipe; `outputs` are what each tensor is like, and the dtype it gets.
+    """The cost of a recipe.
 
     Raises BudgetError for a budget that leaves out what no base can stand in for.
     """
     total = baseless = output = base = 0
     names = [t.name for t in recipe.tensors]
     reads_base = OPERATORS[recipe.method].schema.base != "none"
-    for t, (like, dtype) in zip(recipe.tensors, outputs, strict=True):
+    for t in recipe.tensors:
+        like = stored_like(t, models)
         floating = like.dtype in FLOATING
-        output += like.numel * itemsize(dtype)
+        output += out_nbytes(recipe, t, models)
         base += like.nbytes if (t.base and reads_base) or not t.inputs or not floating else 0
         is_left = t.base is not None and is_kept(recipe.budget, t.name)
         for i in t.inputs if floating else ():

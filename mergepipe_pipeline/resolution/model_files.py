@@ -18,6 +18,7 @@ from mergepipe_pipeline.domain.plan import ConfigValue, SideFiles
 from mergepipe_pipeline.domain.recipe import Recipe
 from mergepipe_pipeline.errors import CheckpointError, IncompleteCheckpointError
 from mergepipe_pipeline.remote.address import is_address
+from mergepipe_pipeline.resolution.fp8_output import quantization_config
 from mergepipe_pipeline.resolution.layer_config import layer_changes
 from mergepipe_pipeline.resolution.plain_numbers import stale_settings
 from mergepipe_pipeline.resolution.vocabulary import size_changes
@@ -185,7 +186,10 @@ def _config(
         )
         changes += [(place, False) for place in places]
     stale = stale_settings(recipe, models, models[template].checkpoint)
-    return changes + [(place, None) for place in stale]
+    changes += [(place, None) for place in stale]
+    if recipe.coded:
+        changes.append(("quantization_config", quantization_config(recipe, models)))
+    return changes
 
 
 def _must_untie(recipe: Recipe, models: Sequence[Model], config: Mapping[str, Any]) -> bool:

@@ -15,6 +15,7 @@ from mergepipe_pipeline.domain.output import is_computed, out_dtype
 from mergepipe_pipeline.domain.recipe import Recipe, TensorRecipe
 from mergepipe_pipeline.domain.stored_form import StoredForm
 from mergepipe_pipeline.domain.view import TensorView
+from mergepipe_pipeline.dtypes import FP8_BLOCKS
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError
 from mergepipe_pipeline.recipe.structure import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import placed_in
@@ -68,7 +69,7 @@ def refuse_coded_arithmetic(recipe: Recipe, models: Sequence[Model]) -> None:
             if found is not None:
                 copied.append((t, model, view, found[1]))
     for t, model, view, form in copied:
-        if out_dtype(recipe, t, models) != view.dtype:
+        if out_dtype(recipe, t, models) != view.dtype or recipe.out_dtype == FP8_BLOCKS:
             raise _cast(model, view, form)
     _refuse_mixed_forms(recipe, models)
 

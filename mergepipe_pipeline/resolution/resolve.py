@@ -19,7 +19,7 @@ from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.domain.layers import is_head
 from mergepipe_pipeline.domain.model import Model, grid_for
 from mergepipe_pipeline.domain.model_config import ties_head
-from mergepipe_pipeline.domain.output import is_merged, out_dtype, stored_like
+from mergepipe_pipeline.domain.output import is_merged, stored_like, stored_tensors
 from mergepipe_pipeline.domain.plan import SideFiles
 from mergepipe_pipeline.domain.recipe import ModelRef, Recipe
 from mergepipe_pipeline.domain.request import AS_WRITTEN, Request, RequestedModel
@@ -35,6 +35,7 @@ from mergepipe_pipeline.recipe.schema import known_strategy
 from mergepipe_pipeline.resolution.alike import compute_alike
 from mergepipe_pipeline.resolution.cost import Cost, estimate
 from mergepipe_pipeline.resolution.fit import misfits, without
+from mergepipe_pipeline.resolution.fp8_output import coded_names
 from mergepipe_pipeline.resolution.layer_config import depth_of
 from mergepipe_pipeline.resolution.locate import Places
 from mergepipe_pipeline.resolution.model_files import (
@@ -169,7 +170,7 @@ def resolve_stage(
     warnings += [
         f"{place} leaves config.json: nothing in the result is quantised"
         for place, value in fitted.side.config
-        if value is None
+        if value is None and not recipe.coded
     ]
     warnings += [
         f"the stage {name!r} hides what else is called so: the model of that name or path"
@@ -180,12 +181,11 @@ def resolve_stage(
     warnings += [str(decision) for decision in decided if decision is not None]
     recipe = _as_asked(replace(recipe, warnings=tuple(warnings)), request)
     grid = grid_for(template, request.block_elems or parsed.block_elems)
-    outputs = _outputs(recipe, fitted.models)
     return ResolvedRecipe(
         recipe=recipe,
         models=fitted.models,
         grid=grid,
-        cost=estimate(warehouse, recipe, fitted.models, outputs, grid),
+        cost=estimate(warehouse, recipe, fitted.models, grid),
         originals=tuple(models),
         side=fitted.side,
         tokenizer=fitted.tokenizer,
@@ -304,12 +304,8 @@ def _open_stage(
     recipe = resolve_recipe(parsed, tables)
     models = [_completed(m, n, recipe, models) for n, m in enumerate(models)]
     refuse_coded_arithmetic(recipe, models)
-    return recipe, models
-
-
-def _outputs(recipe: Recipe, models: Sequence[Model]) -> list[tuple[TensorView, str]]:
-    """The view that each output tensor is like, and the dtype it is written in."""
-    return [(stored_like(t, models), out_dtype(recipe, t, models)) for t in recipe.tensors]
+    coded = coded_names(recipe, models, template_of(recipe, models))
+    return replace(recipe, coded=coded), models
 
 
 def foreseen(recipe: Recipe, models: Sequence[Model], side: SideFiles | None = None) -> Checkpoint:
@@ -318,8 +314,9 @@ def foreseen(recipe: Recipe, models: Sequence[Model], side: SideFiles | None = N
     `side` None: config and tokenizer are its template's as they are.
     """
     entries = tuple(
-        TensorEntry(t.name, dtype, like.shape, "", 0)
-        for t, (like, dtype) in zip(recipe.tensors, _outputs(recipe, models), strict=True)
+        TensorEntry(name, dtype, shape, "", 0)
+        for t in recipe.tensors
+        for name, dtype, shape in stored_tensors(recipe, t, models)
     )
     template = models[template_of(recipe, models)].checkpoint
     config, files = template.config, template.tokenizer_files

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from mergepipe_pipeline.domain.layers import layer_count, layer_name
 from mergepipe_pipeline.domain.model import Model
-from mergepipe_pipeline.domain.output import out_dtype, stored_like
-from mergepipe_pipeline.dtypes import FLOATING, itemsize
+from mergepipe_pipeline.domain.output import out_nbytes, stored_like
+from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.errors import (
     CheckpointChangedError,
     EvaluationError,
@@ -246,7 +246,7 @@ def _by_layer(resolved: ResolvedRecipe) -> dict[str, tuple[int, int, int]]:
         like = stored_like(t, models)
         inputs = t.inputs if like.dtype in FLOATING else ()
         experts = sum(models[i.model].views[i.tensor].nbytes for i in inputs)
-        out = like.numel * itemsize(out_dtype(recipe, t, models))
+        out = out_nbytes(recipe, t, models)
         name = layer_name(t.name, n_layers)
         old = nbytes_by_layer.get(name, (0, 0, 0))
         nbytes_by_layer[name] = (

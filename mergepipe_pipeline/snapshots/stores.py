@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mergepipe_pipeline.digest import new_hash, seal, unseal
-from mergepipe_pipeline.domain.bounds import NAME, Sha256, Size, Text
+from mergepipe_pipeline.domain.bounds import NAME, Number, Sha256, Size, Text
 from mergepipe_pipeline.domain.outcome import StoredObject
 from mergepipe_pipeline.domain.snapshot import Ref, ShardEntry
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundError
@@ -48,6 +48,7 @@ class _Action:
     nbytes: Size
     tensors: tuple[tuple[Text, Sha256], ...]
     non_finite: dict[str, Size]
+    sq_rounding: Number = 0.0
 
 
 def layer_key_of(action_key: str) -> str:
@@ -64,7 +65,8 @@ def stored_of(data: bytes, action_key: str, where: str = "an action") -> StoredO
         action, _ = read_form(_Action, data, where, "An action", "merge again")
         if action.action_key == action_key:
             non_finite = tuple(action.non_finite.items())
-            return StoredObject(action.object, action.nbytes, action.tensors, non_finite)
+            stored = action.object, action.nbytes, action.tensors
+            return StoredObject(*stored, non_finite, action.sq_rounding)
     return None
 
 
@@ -146,6 +148,7 @@ class ObjectStore:
             "nbytes": stored.nbytes,
             "tensors": [list(t) for t in stored.tensors],
             "non_finite": dict(stored.non_finite),
+            **({"sq_rounding": stored.sq_rounding} if stored.sq_rounding else {}),
         }
         write_atomic(self._action(action_key), seal(value))
 

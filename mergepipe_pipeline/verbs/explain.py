@@ -136,7 +136,7 @@ def figures(explanation: Explanation) -> list[Figure]:
     e = asdict(plan.estimates) if plan and not made else made.get("estimates")
     if e is None:
         return []
-    came = made.get("realised") or {}
+    came, rounding = made.get("realised") or {}, made.get("rounding_error")
     whole = explanation.comparison.whole if explanation.comparison else None
     error, update = (whole.error, whole.update) if whole else (None, None)
     return [
@@ -144,6 +144,7 @@ def figures(explanation: Explanation) -> list[Figure]:
         Figure("error", e["predicted_error"], error),
         Figure("error_margin", e["predicted_margin"], None),
         Figure("error_bound", e["error_bound"], error),
+        *([Figure("fp8_rounding", None, rounding)] if rounding is not None else []),
         Figure("update_norm", e["update_norm"], update),
         Figure("base_bytes", None, came.get("base_bytes_read")),
         Figure("bytes_written", None, came.get("bytes_written")),

@@ -82,7 +82,7 @@ def test_what_is_not_finite_is_nan_and_its_block_is_coded_without_it(
 def test_blocks_of_the_smallest_and_the_largest_numbers_mean_finite_ones_near_them(
     size: float,
 ) -> None:
-    values = torch.linspace(-1, 1, 128 * 128).reshape(128, 128) * np.float32(size)
+    values = torch.linspace(-1, 1, 128 * 128).reshape(128, 128) * torch.tensor(size)
     codes, scales, _ = coded(values)
     stored = torch.from_numpy(codes).view(torch.float8_e4m3fn).reshape(128, 128)
     meant = fp8_meant(stored, torch.from_numpy(scales).reshape(1, 1)).double()
