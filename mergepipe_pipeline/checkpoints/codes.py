@@ -221,7 +221,7 @@ def _table(codes: Codes, stored: str) -> F32Array:
         positive = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
         return np.concatenate([positive, -positive])
     if codes.element in _SMALL_FLOATS:
-        return small_floats(codes.element)
+        return _small_floats(codes.element)
     n_codes = 1 << N_BITS[codes.element]
     if stored == "I8":
         return np.arange(n_codes, dtype=np.uint8).view(np.int8).astype(np.float32)
@@ -232,7 +232,7 @@ def _table(codes: Codes, stored: str) -> F32Array:
 _SMALL_FLOATS: dict[Element, tuple[int, int]] = {"F8_E4M3": (3, 7), "F8_E5M2": (2, 15)}
 
 
-def small_floats(element: Element) -> F32Array:
+def _small_floats(element: Element) -> F32Array:
     """The numbers of all floats of eight bits."""
     n_fraction, bias = _SMALL_FLOATS[element]
     bits = np.arange(128)
@@ -254,7 +254,7 @@ def _floats(raw: U8Array, dtype: str) -> F32Array:
         scales: F32Array = table[raw]
         return scales
     if dtype in _SMALL_FLOATS:
-        return small_floats(dtype)[raw]
+        return _small_floats(dtype)[raw]
     if dtype == "BF16":
         return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
     return raw.view({"F16": "<f2", "F32": "<f4"}[dtype]).astype(np.float32)

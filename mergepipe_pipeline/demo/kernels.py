@@ -17,6 +17,7 @@ import numpy as np
 
 from mergepipe_pipeline.analysis.kernels import count_in_bin_bfloat16
 from mergepipe_pipeline.bfloat16 import nearest
+from mergepipe_pipeline.checkpoints.fp8_blocks import code_rows
 from mergepipe_pipeline.domain.stats import HIST_SHIFT
 from mergepipe_pipeline.jit import kernel_cache, kernel_sources
 from mergepipe_pipeline.verbs.merge import merge
@@ -61,6 +62,8 @@ def compile_kernels() -> Path:
         _merge_all(Path(folder))
     read = np.frombuffer(bytes(16), np.uint16)  # few cuts fall among many alike
     count_in_bin_bfloat16(read, read, 0, np.zeros(1 << HIST_SHIFT, np.uint32))
+    values, codes = np.zeros((1, 1), np.float32), np.zeros((1, 1), np.uint8)
+    code_rows(values, codes, np.zeros(1, np.float32))
     return kernel_cache()
 
 
