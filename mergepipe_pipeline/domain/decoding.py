@@ -14,7 +14,7 @@ from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.domain.code_schemes import N_BITS, Scheme
 from mergepipe_pipeline.domain.codes import Codes
 from mergepipe_pipeline.domain.stored_form import StoredForm
-from mergepipe_pipeline.domain.view import Part
+from mergepipe_pipeline.domain.view import Part, TensorView, view_of_part
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError
 
 #: Last parts of a code's name that the name of its values lacks.
@@ -29,6 +29,17 @@ _OF_ACTIVATIONS = re.compile(
 )
 _SCALE_DTYPES = frozenset({"F32", "BF16", "F16", "F8_E8M0", "F8_E4M3", "U8"})
 _FLOATS = frozenset({"F32", "BF16", "F16"})
+
+
+def values_of(checkpoint: Checkpoint) -> dict[str, TensorView]:
+    """The tensors of a checkpoint by name; what is coded in a known form as the values it means.
+
+    Raises as `logical_parts`.
+    """
+    parts = {name: Part(0, entry) for name, entry in checkpoint.by_name.items()}
+    if checkpoint.form is not None and checkpoint.form.schemes:
+        parts = logical_parts(checkpoint)
+    return {name: view_of_part(part, name) for name, part in parts.items()}
 
 
 def logical_parts(checkpoint: Checkpoint) -> dict[str, Part]:

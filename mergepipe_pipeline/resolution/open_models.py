@@ -12,12 +12,12 @@ from dataclasses import replace
 from mergepipe_pipeline.checkpoints.adapter import Tied, adapter_views, delta_views
 from mergepipe_pipeline.checkpoints.header import tensor_order
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
-from mergepipe_pipeline.domain.decoding import logical_parts
+from mergepipe_pipeline.domain.decoding import values_of
 from mergepipe_pipeline.domain.layers import embedding_like, is_post, tied_partner
 from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.domain.model_config import ties_head
 from mergepipe_pipeline.domain.recipe import ModelRef
-from mergepipe_pipeline.domain.view import LowRank, Part, TensorView, moved, view_of_part
+from mergepipe_pipeline.domain.view import LowRank, TensorView, moved, view_of
 from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.errors import (
     CheckpointError,
@@ -172,13 +172,10 @@ def _full(checkpoint: Checkpoint, *, decoded: bool) -> Model:
     Plans list tensors in this order, and their ids must not depend on files. What is `decoded` are
     codes of a known form. Raises IncompatibleCheckpointsError for codes that do not fit together.
     """
-    if decoded and checkpoint.form is not None and checkpoint.form.schemes:
-        parts = logical_parts(checkpoint)
-    else:
-        parts = {name: Part(0, entry) for name, entry in checkpoint.by_name.items()}
-    described = [(name, part.dtype, part.shape) for name, part in parts.items()]
-    views = {n: view_of_part(parts[n], n) for n, _, _ in tensor_order(described)}
-    return Model(checkpoint.name, (checkpoint,), views)
+    raw = {name: view_of(entry) for name, entry in checkpoint.by_name.items()}
+    views = values_of(checkpoint) if decoded else raw
+    order = tensor_order([(name, view.dtype, view.shape) for name, view in views.items()])
+    return Model(checkpoint.name, (checkpoint,), {name: views[name] for name, _, _ in order})
 
 
 def _on_base(checkpoint: Checkpoint, base: Model | None) -> Model:

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 from mergepipe_pipeline.catalog.pairs import Fact
 from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
+from mergepipe_pipeline.domain.decoding import values_of
 from mergepipe_pipeline.domain.layers import layer_count, layer_name, layer_order
 from mergepipe_pipeline.domain.plan import MergePlan, Source, TensorTask
 from mergepipe_pipeline.domain.snapshot import Manifest, Snapshot
-from mergepipe_pipeline.domain.view import TensorView, moved, renumbered, sources_of, view_of
+from mergepipe_pipeline.domain.view import TensorView, moved, renumbered, sources_of
 from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.errors import (
     IncompatibleCheckpointsError,
@@ -124,10 +125,15 @@ def _full_snapshot(warehouse: Warehouse, part: Snapshot) -> Snapshot:
 
 @dataclass(frozen=True)
 class _CheckedPair:
-    """The weights of two snapshots; `equal` are the tensors of files that both have alike."""
+    """The weights of two snapshots; `equal` are the tensors of files that both have alike.
+
+    `old` and `new` are their tensors by name, and the values of codes.
+    """
 
     before: Checkpoint
     after: Checkpoint
+    old: Mapping[str, TensorView]
+    new: Mapping[str, TensorView]
     equal: frozenset[str]
 
 
@@ -146,37 +152,39 @@ def _checked_pair(
         with progress.task(f"verify {snapshot.snapshot_id[:12]}", nbytes) as advance:
             for shard in shards:
                 verify_shard(Path(snapshot.path) / shard.file, shard, advance)
-    equal = (name for s in after.manifest.shards if s.sha256 in same for name, _ in s.tensors)
+    alike = {name for s in after.manifest.shards if s.sha256 in same for name, _ in s.tensors}
     one, other = (open_checkpoint(s.path, s.snapshot_id[:12]) for s in (before, after))
-    return _CheckedPair(one, other, frozenset(equal))
+    old, new = values_of(one), values_of(other)
+    equal = (n for n, view in new.items() if {e.name for e in view.stored[0].entries} <= alike)
+    return _CheckedPair(one, other, old, new, frozenset(equal))
 
 
 def _measure(
     warehouse: Warehouse, part: Snapshot, full: Snapshot, progress: Progress
 ) -> dict[str, Fact]:
     pair = _checked_pair(part, full, progress, reads_equal=True)
-    _refuse_unlike(pair.before, pair.after)
+    _refuse_unlike(pair)
     bases = _bases(warehouse, full)
-    found = _changes(f"compare {pair.before.name}", pair, pair.before.by_name, progress, bases)
+    found = _changes(f"compare {pair.before.name}", pair, pair.old, progress, bases)
     return {
         name: (change.l2sq, change.update_l2sq) if has_base else (change.l2sq,)
         for name, (change, has_base) in found.items()
     }
 
 
-def _refuse_unlike(part: Checkpoint, full: Checkpoint) -> None:
+def _refuse_unlike(pair: _CheckedPair) -> None:
     """Raise IncompatibleCheckpointsError for two that have not the same tensors of one shape."""
-    ours, theirs = part.by_name, full.by_name
+    ours, theirs = pair.old, pair.new
     expected = found = ""
     for name in sorted(ours.keys() ^ theirs.keys())[:1]:
         expected, found = "the same tensors in both", f"only one has {name}"
-    for name, entry in ours.items() if not found else ():
-        if entry.shape != theirs[name].shape:
-            expected, found = f"{name} of shape {entry.shape}", f"shape {theirs[name].shape}"
+    for name, view in ours.items() if not found else ():
+        if view.shape != theirs[name].shape:
+            expected, found = f"{name} of shape {view.shape}", f"shape {theirs[name].shape}"
     if found:
         raise IncompatibleCheckpointsError(
             "Two snapshots cannot be compared",
-            where=f"{part.name}, {full.name}",
+            where=f"{pair.before.name}, {pair.after.name}",
             expected=expected,
             found=found,
             next_step="compare merges of one recipe",
@@ -202,14 +210,14 @@ def _changes(
 
     triples = {}
     for name in names:
-        one, other = pair.before.by_name.get(name), pair.after.by_name.get(name)
+        one, other = pair.old.get(name), pair.new.get(name)
         if not one or not other or one.shape != other.shape:
             continue
         if {one.dtype, other.dtype} <= FLOATING:
             base = bases.views.get(name)
             triples[name] = Triple(
-                None if name in pair.equal else view_of(one),
-                moved(view_of(other), 1),
+                None if name in pair.equal else one,
+                moved(other, 1),
                 moved(base, 2) if base and base.shape == other.shape else None,
             )
     checkpoints = [pair.before, pair.after, *bases.checkpoints]
@@ -354,8 +362,12 @@ def diff(
     one, other = snapshot_named(warehouse, before), snapshot_named(warehouse, after)
     made = provenance_of(one), provenance_of(other)
     ours, theirs = (str(p.get("recipe", "")).splitlines() for p in made)
-    layers = _tensor_layers(one.manifest, other.manifest)
-    tensors = tuple(_tensors(one, other, layers, progress or Silent()))
+    progress = progress or Silent()
+    pair = _checked_pair(one, other, progress, reads_equal=False)
+    stored = _tensor_layers(one.manifest, other.manifest)
+    views = {**pair.old, **pair.new}
+    layers = {name: stored[view.stored[0].entry.name] for name, view in views.items()}
+    tensors = tuple(_tensors(pair, layers, progress))
     manifests = one.manifest, other.manifest
     inputs = [{f"{i.role} {i.name}": i.content_sha256 for i in m.inputs} for m in manifests]
     files = [{f.file: f.sha256 for f in m.side_files} for m in manifests]
@@ -423,14 +435,11 @@ def _together(layer: str, tensors: Sequence[Change], count: int) -> Change:
     )
 
 
-def _tensors(
-    one: Snapshot, other: Snapshot, layers: Mapping[str, str], progress: Progress
-) -> Iterator[Change]:
+def _tensors(pair: _CheckedPair, layers: Mapping[str, str], progress: Progress) -> Iterator[Change]:
     """The tensors of all shards that are not the same, in the order of layers."""
     from mergepipe_pipeline.analysis.distance import changed_elements
 
-    pair = _checked_pair(one, other, progress, reads_equal=False)
-    before, after = pair.before.by_name, pair.after.by_name
+    before, after = pair.old, pair.new
     names = [n for n in dict.fromkeys((*before, *after)) if n not in pair.equal]
     names.sort(key=lambda n: layer_order(layers[n]))
     label = f"diff {pair.before.name} {pair.after.name}"

@@ -18,6 +18,7 @@ from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import CorruptionError, RecipeError
 from mergepipe_pipeline.execution.run import MergeOutcome
 from mergepipe_pipeline.storage import atomic
+from mergepipe_pipeline.verbs.compare import compare, diff
 from mergepipe_pipeline.verbs.replay import replay
 from mergepipe_pipeline.verbs.verify import verify
 from mergepipe_pipeline.warehouse import Warehouse
@@ -251,6 +252,22 @@ def test_a_result_is_an_input_as_the_numbers_that_it_means(home: Warehouse, llam
     assert coded_in(codes) == coded_in(stored)
     assert all(torch.equal(codes[n].float(), stored[n].float()) for n in coded_in(stored))
     assert settings_of(again) == settings_of(made)
+
+
+def test_compare_and_diff_are_of_the_numbers_that_codes_mean(home: Warehouse, llama: Path) -> None:
+    made, full = (run(home, recipe(llama, d)) for d in ("float8_e4m3_block", "float32"))
+    stored, values = tensors(made.snapshot.path), tensors(full.snapshot.path)
+    apart = {}
+    for name, value in values.items():
+        scales = stored.get(f"{name}_scale_inv")
+        means = stored[name] if scales is None else fp8_meant(stored[name], scales)
+        apart[name] = (means.double() - value.double()).norm().item()
+    ids = made.snapshot.snapshot_id, full.snapshot.snapshot_id
+    whole = compare(home, *ids).whole
+    assert whole.error == pytest.approx(sqrt(sum(x * x for x in apart.values())), rel=1e-6)
+    assert whole.update
+    found = {change.tensor: change.l2 for change in diff(home, *ids).tensors}
+    assert found == pytest.approx(apart, rel=1e-6)
 
 
 def test_a_stage_may_be_coded(home: Warehouse, llama: Path) -> None:
