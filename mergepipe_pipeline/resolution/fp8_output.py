@@ -2,7 +2,8 @@
 
 Linear layers are, as transformers and vLLM run them: of whole blocks, since neither quantises a
 part of a block of columns, transformers decodes no part of a block of rows, and vLLM stacks the
-rows of several layers. A template that is stored so says itself which: its readers know them.
+rows of several layers. Stacks of experts are kept: transformers 5 decodes them without their
+scales. A template that is stored so says itself what is coded: its readers know it.
 """
 
 from __future__ import annotations
@@ -22,9 +23,8 @@ from mergepipe_pipeline.errors import RecipeError
 Shapes = Mapping[str, tuple[int, ...]]
 
 _BLOCKS = [FP8_BLOCK, FP8_BLOCK]
-#: All experts of a layer in one tensor, and the module that has them; and one expert.
-_STACK = re.compile(r"(.*\.experts)\.(?:gate_up_proj|down_proj)$")
-_EXPERT = re.compile(r"(.*\.experts)\.\d+\.")
+#: The module of a layer's experts, in a name of one of them or of all in a stack.
+_EXPERTS = re.compile(r"(.*\.experts)\.(?:\d+\.|(?:gate_up|down)_proj$)")
 #: Matrices of layers that are kept: routers, GPT-2's (they lie turned), towers that see or hear.
 _KEPT = re.compile(
     r"\.(?:gate|router|shared_expert_gate)\.weight$|(?:^|\.)h\.\d+\.\w+\.c_\w+\.weight$"
@@ -46,6 +46,14 @@ def coded_names(recipe: Recipe, models: Sequence[Model], template: int) -> froze
     """
     if recipe.out_dtype != FP8_BLOCKS:
         return frozenset()
+    if models[template].checkpoint.config is None:
+        raise RecipeError(
+            "A result in fp8 needs a config.json that says so",
+            where=f"{recipe.name}, dtype {FP8_BLOCKS}",
+            expected=f"a config.json beside the weights of {models[template].name}",
+            found="none",
+            next_step="put it there, or write `dtype: bfloat16`",
+        )
     stated = _of_template(recipe, models[template], template)
     default = _default(_shapes(recipe, models))
     names = [t.name for t in recipe.tensors]
@@ -107,7 +115,7 @@ def _is_coded(t: TensorRecipe, model: Model, number: int) -> bool:
 
 def _default(shapes: Shapes) -> frozenset[str]:
     """The tensors that are coded where no template says so."""
-    whole = {name for name, shape in shapes.items() if _is_linear(name, shape, shapes)}
+    whole = {name for name, shape in shapes.items() if _is_linear(name, shape)}
     for name in sorted(whole):
         above, _, module = name.removesuffix(".weight").rpartition(".")
         for group in (g for g in _TOGETHER if module in g):
@@ -116,16 +124,10 @@ def _default(shapes: Shapes) -> frozenset[str]:
     return frozenset(whole)
 
 
-def _is_linear(name: str, shape: tuple[int, ...], shapes: Shapes) -> bool:
-    """Whether a tensor is the weight of a linear layer in blocks, or of a stack of such."""
+def _is_linear(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor is the weight of a layer's linear module in whole blocks."""
     if layer_index(name) is None or embedding_like(name) or _KEPT.search(name):
         return False
-    if stack := _STACK.fullmatch(name):
-        gate_up, down = (shapes.get(f"{stack[1]}.{n}", ()) for n in ("gate_up_proj", "down_proj"))
-        # As transformers has them: some models' files have them turned, or with a bias.
-        is_fit = len(gate_up) == len(down) == 3 and gate_up[1:] == (2 * down[2], down[1])
-        is_fit = is_fit and f"{stack[1]}.gate_up_proj_bias" not in shapes
-        return is_fit and all(n % FP8_BLOCK == 0 for n in down[1:])
     is_matrix = len(shape) == 2 and name.endswith(".weight")
     return is_matrix and all(n and n % FP8_BLOCK == 0 for n in shape)
 
@@ -135,7 +137,7 @@ def _modules(shapes: Shapes, coded: Collection[str]) -> Iterator[str]:
     for name, shape in shapes.items():
         if name in coded or len(shape) < 2:
             continue
-        if match := _STACK.fullmatch(name) or _EXPERT.match(name):
+        if match := _EXPERTS.match(name):
             yield match[1]  # transformers has all experts in one module
         if name.endswith(".weight"):
             yield name.removesuffix(".weight")

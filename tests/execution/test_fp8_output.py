@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,30 @@ def test_transformers_decodes_what_is_coded_and_runs_the_result(
     tokens = torch.arange(3, 11)[None]
     assert model.generate(tokens, max_new_tokens=3, do_sample=False).shape == (1, 11)
     assert modules_in_fp8(made) == {_module(name) for name in coded}
+
+
+def test_experts_in_a_stack_are_kept(home: Warehouse, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+    make_family(tmp_path, "qwen3_moe", **_MIXTURE, num_experts=4)
+    for name in ("base", "a", "b"):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        stacked = {n: value.contiguous() for n, value in model.state_dict().items()}
+        save_file(stacked, tmp_path / name / "model.safetensors", {"format": "pt"})
+    made = run(home, recipe(tmp_path))
+    stored = tensors(made.snapshot.path)
+    coded = coded_in(stored)
+    assert {n.split(".")[-2] for n in coded} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert modules_in_fp8(made) == {n.removesuffix(".weight") for n in coded}
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        made.snapshot.path,
+        quantization_config=FineGrainedFP8Config(dequantize=True),
+        output_loading_info=True,
+    )
+    model, told = loaded
+    assert not any(told.values())
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    assert torch.equal(model.state_dict()[name], stored[name])
 
 
 def modules_in_fp8(made: MergeOutcome) -> set[str]:
@@ -326,6 +351,13 @@ def test_a_model_without_whole_blocks_is_refused_before_anything_is_written(
         run(home, recipe(tmp_path))
     assert "dtype: bfloat16" in str(refused.value)
     assert not list(home.snapshots.glob("*"))
+
+
+def test_a_result_without_a_config_is_refused(home: Warehouse, tmp_path: Path, llama: Path) -> None:
+    shutil.copytree(llama, tmp_path / "bare")
+    (tmp_path / "bare" / "base" / "config.json").unlink()
+    with pytest.raises(RecipeError, match=r"needs a config\.json"):
+        run(home, recipe(tmp_path / "bare"))
 
 
 def test_a_name_that_is_nearly_this_one_is_refused_with_a_suggestion(
