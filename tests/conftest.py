@@ -143,14 +143,25 @@ LONG = (
 )
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the modules of the tier that is not asked for, before they are imported."""
+    tier = config.getoption("markexpr")
+    if collection_path.suffix != ".py" or tier not in ("long", "not long"):
+        return None
+    return _is_long(collection_path) != (tier == "long") or None
+
+
+def _is_long(path: Path) -> bool:
+    return any(path.is_relative_to(Path(__file__).parent / name) for name in LONG)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is long, and give tests that wait to one worker, which begins with them."""
     here = Path(__file__).parent
-    long = [here / name for name in LONG]
-    if gone := [str(path) for path in long if not path.exists()]:
+    if gone := [name for name in LONG if not (here / name).exists()]:
         raise pytest.UsageError(f"LONG names what does not exist: {', '.join(gone)}")
     for item in items:
-        if any(item.path.is_relative_to(path) for path in long):
+        if _is_long(item.path):
             item.add_marker("long")
     items.sort(key=lambda item: "waits" not in item.keywords)
     # As the program does itself. Looking for cycles among the suite takes a twelfth of its time.

@@ -17,6 +17,7 @@ import numpy as np
 
 from mergepipe_pipeline.analysis.kernels import count_in_bin_bfloat16
 from mergepipe_pipeline.bfloat16 import nearest
+from mergepipe_pipeline.checkpoints.codes import decode_run
 from mergepipe_pipeline.checkpoints.fp8_blocks import code_rows
 from mergepipe_pipeline.domain.stats import HIST_SHIFT
 from mergepipe_pipeline.jit import kernel_cache, kernel_sources
@@ -25,10 +26,13 @@ from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.warehouse import Warehouse
 
 _HIDDEN, _VOCABULARY = 32, 96
+#: Large enough for leading directions; experts differ in two of them.
+_LARGE = "model.layers.0.mlp.up_proj.weight"
 _SHAPES = {
     "model.embed_tokens.weight": (_VOCABULARY, _HIDDEN),
     "model.layers.0.input_layernorm.weight": (_HIDDEN,),
     "model.layers.0.mlp.down_proj.weight": (_HIDDEN, 2 * _HIDDEN),
+    _LARGE: (256, 256),
     "model.layers.0.self_attn.q_proj.weight": (_HIDDEN, _HIDDEN),
     "model.norm.weight": (_HIDDEN,),
 }
@@ -47,6 +51,7 @@ _RECIPES = (
     ("breadcrumbs", "{density: 0.5, gamma: 0.1}"),
     ("task_arithmetic", "{}"),
     ("linear", "{}"),
+    ("mean", "{}"),
     ("ties", "{density: 0.3}"),
     ("ties", "{density: 0.2}"),
 )
@@ -64,6 +69,8 @@ def compile_kernels() -> Path:
     count_in_bin_bfloat16(read, read, 0, np.zeros(1 << HIST_SHIFT, np.uint32))
     values, codes = np.zeros((1, 1), np.float32), np.zeros((1, 1), np.uint8)
     code_rows(values, codes, np.zeros(1, np.float32))
+    sizes, table = np.ones(7, np.int64), np.zeros(256, np.float32)
+    decode_run(codes[0], 0, False, table, values[0], 0, values[0], sizes, 0, values[0])
     return kernel_cache()
 
 
@@ -82,7 +89,8 @@ def _merge_all(folder: Path) -> None:
                     f"parameters: {parameters}\nmodels:\n{models}"
                 )
                 merge(home, path, fresh=is_packed)
-                merge(home, path, budget="40%")
+                for budget in ("40%", *(("2%", "8%") if is_packed else ())):
+                    merge(home, path, budget=budget)
             if not is_packed:
                 pack(home, [str(m) for m in experts], base=str(base))
 
@@ -95,7 +103,10 @@ def _write_model(folder: Path, seed: int, dtype: str) -> None:
     for number, (name, shape) in enumerate(_SHAPES.items()):
         values = np.random.default_rng(number).normal(0, 0.02, shape)
         for common in (0, seed) if seed else ():  # experts agree in part
-            values += np.random.default_rng((number, 1, common)).normal(0, 0.002, shape)
+            drawn = np.random.default_rng((number, 1, common))
+            of_all = drawn.normal(0, 0.002, shape)
+            directions = drawn.normal(0, 0.05, (2, *shape))
+            values += directions[0, :, :2] @ directions[1, :2] if name == _LARGE else of_all
         bits = values.astype(np.float32).view(np.uint32)
         data = (nearest(bits).astype(np.uint16) if dtype == "BF16" else bits).tobytes()
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + len(data)]}
