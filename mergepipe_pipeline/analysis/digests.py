@@ -12,7 +12,7 @@ from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.digest import segment_digests
 from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.domain.segments import COARSE_ELEMS, KnownSegments, Segments
-from mergepipe_pipeline.domain.view import TensorView, parts_of, view_of_part
+from mergepipe_pipeline.domain.view import Part, TensorView, view_of_part
 from mergepipe_pipeline.dtypes import itemsize
 
 #: A multiple of all segments.
@@ -68,7 +68,7 @@ def digest_view(
             segment_digests(raw, segment_elems * itemsize(view.dtype))
             for raw in _windows(readers, view, None)
         )
-        for part in parts_of(view):
+        for part in (Part(p.source, entry) for p in view.stored for entry in p.entries):
             whole = view_of_part(part, part.entry.name)
             verifier = Verifier(whole, known.of_part(part))
             for _ in _windows(readers, whole, verifier.check):

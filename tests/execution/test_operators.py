@@ -154,7 +154,7 @@ def test_budgets_hold_with_errors_within_the_bound_and_nothing_read_gives_the_ba
     base = tensors(models / "base")
     experts = sum(v.numel() * 2 for v in base.values()) * n_experts(method)
     # A method that knows no base and requires no weights takes the base as one more model.
-    joined = experts // n_experts(method) if method == "karcher" else 0
+    joined = experts // n_experts(method) if method in ("karcher", "mean") else 0
     home, text = Warehouse.at(tmp_path / "one").ensure(), recipe(models, method, extra=EXACT)
     outcomes = {budget: run(home, text, budget=budget) for budget in ("100%", "30%", "0")}
     for outcome in outcomes.values():

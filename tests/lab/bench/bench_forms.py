@@ -84,12 +84,12 @@ def main() -> None:
     parser.add_argument("-k", type=int, default=5, help="experts")
     parser.add_argument("--preset", choices=PRESETS, default="qwen3-0.6b")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="of families and warehouse")
+    parser.add_argument("--families", type=Path, default=FOLDER, help="beside them it writes")
     chosen = parser.parse_args()
-    family = cached_family(chosen.folder, chosen.preset, chosen.k)
+    family = cached_family(chosen.families, chosen.preset, chosen.k)
     names = ["base", *map(expert_name, range(chosen.k))]
-    folders = {form: _written(chosen.folder / "forms", family, names, form) for form in FORMS}
-    home = chosen.folder / "forms" / "home"
+    folders = {form: _written(chosen.families / "forms", family, names, form) for form in FORMS}
+    home = chosen.families / "forms" / "home"
     for form, folder in folders.items():
         _merge(home, folder, names, "ties", form, None, 0)  # what is to learn
     for number in range(1, chosen.rounds + 1):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-import tempfile
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, stdev
@@ -25,6 +25,7 @@ from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.resolution.selected import Registered
 from mergepipe_pipeline.verbs.runs import register_run
 from mergepipe_pipeline.warehouse import Warehouse
+from tests.lab.bench import FOLDER
 
 SCHEDULES = ("uniform", "minus_sqrt", "exponential, decay: 0.8")
 N_BATCHES = 20
@@ -33,14 +34,17 @@ N_BATCHES = 20
 def main() -> None:
     """Train, merge and print losses, a line for each way, with its deviation over the seeds."""
     parser = argparse.ArgumentParser(prog="python -m tests.lab.bench.bench_schedules")
+    parser.add_argument("--home", type=Path, default=FOLDER / "schedules", help="for what is made")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--last", type=int, default=8, help="checkpoints of the window")
     parser.add_argument("--every", type=int, default=20, help="steps between two of them")
     chosen = parser.parse_args()
     found: dict[str, list[float]] = {}
     for seed in range(chosen.seeds):
-        with tempfile.TemporaryDirectory() as folder, quiet(), reproducible(seed):
-            for name, loss in _losses(Path(folder), seed, chosen.last, chosen.every).items():
+        folder = chosen.home / f"seed-{seed}"
+        shutil.rmtree(folder, ignore_errors=True)
+        with quiet(), reproducible(seed):
+            for name, loss in _losses(folder, seed, chosen.last, chosen.every).items():
                 found.setdefault(name, []).append(loss)
     for name, losses in found.items():
         spread = stdev(losses) if len(losses) > 1 else 0.0

@@ -31,11 +31,11 @@ def main() -> None:
     parser.add_argument("-k", type=int, default=20, help="steps of a window")
     parser.add_argument("--preset", choices=PRESETS, default="qwen3-0.6b")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="of families and warehouse")
+    parser.add_argument("--families", type=Path, default=FOLDER, help="beside them it writes")
     chosen = parser.parse_args()
-    family = cached_family(chosen.folder, chosen.preset, chosen.k + 1)
+    family = cached_family(chosen.families, chosen.preset, chosen.k + 1)
     for number in range(chosen.rounds):
-        home = chosen.folder / "windows"
+        home = chosen.families / "windows"
         shutil.rmtree(home, ignore_errors=True)
         warehouse = Warehouse.at(home).ensure()
         for step in range(1, chosen.k + 1):
