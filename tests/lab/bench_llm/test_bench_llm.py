@@ -70,32 +70,25 @@ def test_an_expert_that_was_stopped_is_that_of_one_go_and_learns(
     assert max(divergence(before, before).values()) < 1e-6 < min(divergence(before, after).values())
 
 
-#: Logits by which a token leads that bfloat16 does not turn.
-_CLEAR = 0.3
-
-
 def test_right_is_what_greedy_decoding_says_and_nothing_else(base: Path) -> None:
-    import torch
     from transformers import AutoTokenizer
 
     from tests.lab.bench_llm.answers import Model
 
-    plain, said = _plain(base), []
+    # In bfloat16 the first tokens often tie, and a batch adds up in another order.
+    plain, said = _plain(base).float(), []
     tokenizer: Any = AutoTokenizer.from_pretrained(base)
-    for item in SUMS.items("test")[:12]:
+    for item in SUMS.items("test")[:6]:
         ids = tokenizer(item.prompt, return_tensors="pt")["input_ids"]
-        given: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True}
-        found = plain.generate(ids, max_new_tokens=60, do_sample=False, **given)
-        made = found.sequences[0, ids.shape[1] :].tolist()
-        first, second = torch.stack(found.scores)[:, 0].float().topk(2).values.T
-        # Sums of a batch are added up in another order: what all but ties may fall otherwise.
-        is_clear = bool((first - second).min() > _CLEAR)
-        if is_clear and (end := tokenizer.eos_token_id) in made:
+        made = plain.generate(ids, max_new_tokens=60, do_sample=False)[0, ids.shape[1] :].tolist()
+        if (end := tokenizer.eos_token_id) in made:
             said.append(Item(item.prompt, tokenizer.decode(made[: made.index(end)])))
     assert said
     others = [Item(i.prompt, f"{i.answer}0") for i in said]
-    assert Model(base, base).answers(SUMS, said).share == 1
-    assert Model(base, base).answers(SUMS, others).share == 0
+    model = Model(base, base)
+    model.lm = model.lm.float()
+    assert model.answers(SUMS, said).share == 1
+    assert model.answers(SUMS, others).share == 0
 
 
 def test_choices_in_one_row_are_as_likely_as_each_alone(base: Path) -> None:
