@@ -11,9 +11,10 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+import numba
 import numpy as np
 
-from mergepipe_pipeline.arrays import F32Array, U8Array
+from mergepipe_pipeline.arrays import F32Array, U8Array, U16Array, U32Array
 from mergepipe_pipeline.bfloat16 import NAN_BITS, nearest
 from mergepipe_pipeline.checkpoints.reader import BlockReader
 from mergepipe_pipeline.domain.checkpoint import TensorEntry
@@ -25,6 +26,8 @@ from mergepipe_pipeline.jit import cached_njit
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.storage.read_batch import ReadBatch
+
+_nearest = numba.njit(inline="always")(nearest)
 
 
 def read_values(
@@ -76,12 +79,14 @@ def _decode(
     `scales` come with the number of the first of them; `zeros`, if any, lie beside them.
     """
     start, stop, first = places
-    values = np.empty(stop - start, np.float32)
+    is_plain = codes.dtype == "F32"
+    values = np.frombuffer(out, np.float32) if is_plain else np.empty(stop - start, np.float32)
     shape = (*codes.matrix, *codes.block, *codes.grid, int(codes.scales.numel > 1))
     sizes = np.array(shape, np.int64)
     is_half = N_BITS[codes.element] == 4
     decode_run(raw, first, is_half, table, *scales, zeros, sizes, start, values)
-    _put(values, codes.dtype, out)
+    if not is_plain:
+        _put(values, codes.dtype, out)
 
 
 @cached_njit(nogil=True)
@@ -114,19 +119,37 @@ def decode_run(
     """
     n_rows, n_cols, block_rows, block_cols = sizes[0], sizes[1], sizes[2], sizes[3]
     grid_rows, grid_cols, has_many = sizes[4], sizes[5], sizes[6]
+    in_runs = block_rows == 1 and n_cols % block_cols == 0  # scales follow each other as codes do
     at, n = 0, len(out)
+    number, left = start // block_cols - first_scale - 1, block_cols - start % block_cols
     while at < n:
-        row, col = (start + at) // n_cols, (start + at) % n_cols
-        grid_row = row // n_rows * grid_rows + row % n_rows // block_rows
-        end = min(n, at + min(block_cols - col % block_cols, n_cols - col))
-        number = has_many * (grid_row * grid_cols + col // block_cols - first_scale)
-        scale = scales[number]
+        if in_runs:
+            number, end, left = number + 1, min(n, at + left), block_cols
+            if not has_many:
+                number = 0
+        else:
+            row, col = (start + at) // n_cols, (start + at) % n_cols
+            grid_row = row // n_rows * grid_rows + row % n_rows // block_rows
+            end = min(n, at + min(block_cols - col % block_cols, n_cols - col))
+            number = has_many * (grid_row * grid_cols + col // block_cols - first_scale)
+        scale, code = scales[number], start - first_code
         zero = zeros[number] if len(zeros) else np.float32(0)
-        for i in range(at, end):
-            code = start + i - first_code
-            bits = (raw[code >> 1] >> ((code & 1) << 2)) & 15 if is_half else raw[code]
-            out[i] = (table[bits] - zero) * scale
+        if is_half:
+            for i in range(at, end):
+                bits = (raw[(code + i) >> 1] >> (((code + i) & 1) << 2)) & 15
+                out[i] = (table[bits] - zero) * scale
+        else:
+            for i in range(at, end):
+                out[i] = (table[raw[code + i]] - zero) * scale
         at = end
+
+
+@cached_njit(nogil=True)
+def round_to_bfloat16(bits: U32Array, out: U16Array) -> None:
+    """Fill `out` [n] with the nearest bfloat16 to float32 `bits` [n]."""
+    for i in range(len(bits)):
+        is_nan = bits[i] & np.uint32(0x7FFFFFFF) > np.uint32(0x7F800000)
+        out[i] = NAN_BITS if is_nan else np.uint16(_nearest(bits[i]))
 
 
 def _scales(
@@ -263,9 +286,7 @@ def _floats(raw: U8Array, dtype: str) -> F32Array:
 def _put(values: F32Array, dtype: str, out: memoryview) -> None:
     """Write float32 values as `dtype`, rounded to nearest, ties to even."""
     if dtype == "BF16":
-        bits = nearest(values.view(np.uint32)).astype(np.uint16)
-        bits[np.isnan(values)] = NAN_BITS
-        np.frombuffer(out, np.uint16)[:] = bits
+        round_to_bfloat16(values.view(np.uint32), np.frombuffer(out, np.uint16))
     else:
         with np.errstate(over="ignore"):
             np.frombuffer(out, {"F16": "<f2", "F32": "<f4"}[dtype])[:] = values

@@ -24,7 +24,7 @@ from tests.lab.bench.layouts import PRESETS
 from tests.lab.bench.measure import run, weight_files
 
 Tensors = dict[str, torch.Tensor]
-METHODS = {"ties": "density: 0.2", "task_arithmetic": "weight: 0.3"}
+METHODS = {"ties": "weight: 0.3, density: 0.2", "task_arithmetic": "weight: 0.3"}
 BUDGETS = (None, "25%", "10%")
 
 
