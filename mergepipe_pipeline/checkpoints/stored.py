@@ -73,8 +73,9 @@ def read_stored(
 def announce_stored(readers: Readers, view: TensorView, start_elem: int, stop_elem: int) -> None:
     """Say that `read_stored` will be asked for elements [start, stop) of a view soon."""
     for part, at, start, stop in _pieces(view, start_elem, stop_elem):
-        if part.codes is None:  # what is decoded is read in pieces of its own
-            readers(part.source).will_need(part.entry, at, at + stop - start)
+        if part.codes is None or not part.codes.is_turned:  # of these whole matrices are read
+            for entry, a, b in part.stored_ranges([(at, at + stop - start)]):
+                readers(part.source).will_need(entry, a, b)
 
 
 def _pieces(
