@@ -216,6 +216,11 @@ class TensorView:
         return bool(self.stored) and not self.is_delta
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it is all values of one part, and nothing besides."""
+        return self.stands_alone and not self.runs and not self.low_rank
+
+    @property
     def delta_needs_base(self) -> bool:
         """Whether its difference from the base is computed from the base's values."""
         return self.stands_alone or (self.low_rank is not None and self.low_rank.needs_values)

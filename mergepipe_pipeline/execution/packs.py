@@ -159,8 +159,7 @@ def _served(
 def _is_own(model: Model, stored: Model, tensor: str) -> bool:
     """Whether a tensor of a model is a whole one as its file has it."""
     view = model.views[tensor]
-    is_whole = view.stands_alone and not view.runs and not view.low_rank
-    return is_whole and view == stored.views.get(tensor)
+    return view.is_plain and view == stored.views.get(tensor)
 
 
 def _rows(served: _Served, grid: PackGrid) -> dict[Pair, PackedRow]:

@@ -17,8 +17,8 @@ def packed_names(expert: Model, base: Model) -> list[str]:
         name
         for name, view in expert.views.items()
         if (base_view := base.views.get(name)) is not None
-        and view.whole
-        and base_view.whole
+        and view.is_plain
+        and base_view.is_plain
         and (view.shape, view.dtype) == (base_view.shape, base_view.dtype)
         and view.dtype in PACKED_DTYPES
         and view.numel

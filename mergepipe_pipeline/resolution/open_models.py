@@ -288,7 +288,7 @@ def _with_weights(change: TensorView, own: TensorView, offset: int) -> TensorVie
     if not isinstance(update, LowRank) or not (update.needs_values or update.is_residual):
         return change
     weights = replace(change, low_rank=None) if change.stored else moved(own, offset)
-    if weights.runs or weights.low_rank or not weights.stands_alone:
+    if not weights.is_plain:
         raise IncompatibleCheckpointsError(
             "An adapter that follows from its base's weights (DoRA, PiSSA) lies on changed ones",
             where=f"tensor {change.name}",

@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from mergepipe_pipeline.execution.run import MergeOutcome
+from mergepipe_pipeline.verbs.pack import pack
+from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.execution.test_run import run, tensors
 from tests.support.codes import FORMS, GPT_OSS_SETTINGS, Tensors, gpt_oss
@@ -128,3 +130,29 @@ def test_the_error_of_a_merge_of_codes_stays_within_the_printed_bound(
             bound = part.plan.estimates.error_bound
             assert bound is not None
             assert 0 < error**0.5 <= bound
+
+
+@pytest.mark.parametrize("form", ["fp8 in blocks", "MXFP8", "NVFP4, compressed-tensors", "gpt-oss"])
+def test_packs_of_codes_give_levels_within_budgets_and_bounds_and_change_no_full_merge(
+    home: Warehouse, tmp_path: Path, form: str
+) -> None:
+    family(tmp_path, form)
+    full = merged(home, tmp_path, "ties", "coded", "100%", "float32")
+    values = tensors(full.snapshot.path)
+    packed = Warehouse.at(tmp_path / "packed").ensure()
+    for name in ("base", "a", "b"):
+        register(packed, tmp_path / f"{name}-coded", name)
+    pack(packed, ["a", "b"], base="base")
+    again = merged(packed, tmp_path, "ties", "coded", "100%", "float32")
+    assert again.snapshot.snapshot_id == full.snapshot.snapshot_id
+    for budget in ("25%", "5%"):
+        part = merged(packed, tmp_path, "ties", "coded", budget, "float32")
+        s, estimates = part.summary(), part.plan.estimates
+        assert estimates.expert_bytes_packed > 0
+        assert s["expert_bytes_read"] == s["expert_bytes_planned"] <= s["budget_bytes"]
+        found = tensors(part.snapshot.path)
+        error = sum(
+            float((found[n].double() - v.double()).square().sum()) for n, v in values.items()
+        )
+        assert estimates.error_bound is not None
+        assert 0 < error**0.5 <= estimates.error_bound
