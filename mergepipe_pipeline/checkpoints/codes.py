@@ -105,17 +105,12 @@ def decode_run(
     """Fill `out` with values [start, start + n): (table[code] − zero) · scale.
 
     Args:
-        raw: codes as stored, from code `first_code` on.
-        first_code: the element of the first code.
+        raw: codes as stored, from that of element `first_code` on.
         is_half: two codes lie in a byte, the lower bits first.
         table: [256] or [16], the number of each code.
-        scales: float32, from number `first_scale` on.
-        first_scale: the number of the first scale.
-        zeros: beside the scales, or [0].
+        scales: float32, from number `first_scale` on; `zeros`, if any, lie beside them.
         sizes: int64 [7], rows and columns of a matrix, of a block, of the grid of scales, and
             whether there are several scales.
-        start: the first element.
-        out: float32 [n].
     """
     n_rows, n_cols, block_rows, block_cols = sizes[0], sizes[1], sizes[2], sizes[3]
     grid_rows, grid_cols, has_many = sizes[4], sizes[5], sizes[6]
@@ -226,7 +221,8 @@ def _read_turned(
 
 
 def _refuse_other_shape(reader: BlockReader, codes: Codes, entry: TensorEntry) -> None:
-    stated = tuple(reader.kept(entry, 0, entry.numel).view("<i8").tolist())
+    kind = {"I32": "<i4", "I64": "<i8"}[entry.dtype]
+    stated = tuple(reader.kept(entry, 0, entry.numel).view(kind).tolist())
     if stated != codes.shape:
         raise CheckpointError(
             "Codes are of another shape than their scales",

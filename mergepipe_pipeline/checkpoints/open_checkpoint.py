@@ -27,6 +27,7 @@ from mergepipe_pipeline.domain.checkpoint import (
     FileEntry,
     TensorEntry,
 )
+from mergepipe_pipeline.domain.model_config import refuse_stated_apart
 from mergepipe_pipeline.domain.tensor_names import plain_name
 from mergepipe_pipeline.errors import CheckpointError, IncompleteCheckpointError
 from mergepipe_pipeline.storage.json_text import load_object
@@ -76,7 +77,8 @@ def open_checkpoint(uri: str, name: str, *, probes: bool = True) -> Checkpoint:
         config = None
         if CONFIG in side_files(source, uri):
             config = _json_text(source, CONFIG, uri)
-            load_object(config, f"{uri}, {CONFIG}", "A model's config")
+            stated = load_object(config, f"{uri}, {CONFIG}", "A model's config")
+            refuse_stated_apart(present, stated, uri)
     files = {e.path for e in entries}
     ignored = sorted(text_of(f) for f in present if f.endswith(_WEIGHTS) and f not in files)
     return Checkpoint(

@@ -49,7 +49,7 @@ def schemes_of(settings: Mapping[str, Any]) -> tuple[Scheme, ...]:
             "FP8": (Scheme("F8_E4M3", (0, 0), frozenset({"F8_E4M3"})),),
             "NVFP4": (Scheme("E2M1", (1, 16), frozenset({"U8"})),),
         }.get(str(settings.get("quant_algo")), ())
-    if method == "compressed-tensors":
+    if method == "compressed-tensors" and not settings.get("transform_config"):
         return tuple(dict.fromkeys(_of_groups(settings)))
     return ()
 
@@ -66,12 +66,27 @@ def _of_groups(settings: Mapping[str, Any]) -> Iterator[Scheme]:
             continue
         kind = weights.get("type"), weights.get("num_bits")
         block = _block_of(weights)
-        if kind not in _ELEMENTS or block is None or weights.get("actorder"):
+        form = group.get("format") or settings.get("format")
+        if kind not in _ELEMENTS or block is None or form not in _FORMATS:
             continue
         element, stored = _ELEMENTS[kind]
         yield Scheme(element, block, stored)
 
 
+#: Formats of compressed-tensors whose codes are as they are named here; others turn or sparsify.
+_FORMATS = frozenset(
+    {
+        None,
+        "naive-quantized",
+        "float-quantized",
+        "int-quantized",
+        "pack-quantized",
+        "mixed-precision",
+        "mxfp8-quantized",
+        "mxfp4-pack-quantized",
+        "nvfp4-pack-quantized",
+    }
+)
 _ELEMENTS: dict[tuple[Any, Any], tuple[Element, frozenset[str]]] = {
     ("float", 8): ("F8_E4M3", frozenset({"F8_E4M3"})),
     ("float", 4): ("E2M1", frozenset({"U8"})),

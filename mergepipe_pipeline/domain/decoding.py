@@ -19,13 +19,13 @@ from mergepipe_pipeline.errors import IncompatibleCheckpointsError
 
 #: Last parts of a code's name that the name of its values lacks.
 _CODE_SUFFIXES = ("_packed", "_blocks")
-_SCALES = ("_scale_inv", "_scale", "_scales")
-_FACTORS = ("_global_scale", "_scale_2")
+_SCALES = ("_scale_inv", "_scale", "_scales", "_weight_scale")
+_FACTORS = ("_global_scale", "_scale_2", "_weight_scale_2")
 _COMPANIONS = (*_SCALES, *_FACTORS, "_zero_point", "_shape", "_g_idx")
 #: What scales activations and caches where a model runs, and no weight.
 _OF_ACTIVATIONS = re.compile(
-    r"(?:^|\.)(?:input_scale|input_global_scale|output_scale|(?:[kqv]|prob)_scale"
-    r"|\w+_(?:input|output)_scale|\w+_input_global_scale)$"
+    r"(?:^|\.)(?:\w+_)?(?:input|output|activation)_(?:scale|zero_point|global_scale)$"
+    r"|(?:^|\.)(?:[kqv]|prob)_scale$"
 )
 _SCALE_DTYPES = frozenset({"F32", "BF16", "F16", "F8_E8M0", "F8_E4M3", "U8"})
 _FLOATS = frozenset({"F32", "BF16", "F16"})
@@ -55,7 +55,8 @@ def logical_parts(checkpoint: Checkpoint) -> dict[str, Part]:
     for name, entry in by_name.items():
         is_coded = name in form.coded
         values = _name_of_values(name) if is_coded else name
-        if is_coded and (_OF_ACTIVATIONS.search(name) or _is_companion(name, by_name)):
+        is_cache = entry.numel == 1 and _OF_ACTIVATIONS.search(name)
+        if is_cache or (is_coded and _is_companion(name, by_name)):
             continue
         if values in parts:
             raise _misfit(checkpoint, form, name, "one form of a weight", f"{values} twice")
@@ -114,6 +115,10 @@ def _codes(
     if scales is None or scales.dtype not in _SCALE_DTYPES:
         found = f"{scales.dtype} in {scales.name}" if scales else "none"
         raise _misfit(checkpoint, form, entry.name, "scales of a float type", found)
+    shape = companions.get("shape")
+    if shape and (shape.dtype not in ("I32", "I64") or shape.numel != len(entry.shape)):
+        found = f"{shape.dtype} {list(shape.shape)}"
+        raise _misfit(checkpoint, form, shape.name, "a shape as integers", found)
     if "order" in companions:
         order = companions["order"].name
         raise _misfit(checkpoint, form, entry.name, "columns in their order", f"{order}, another")

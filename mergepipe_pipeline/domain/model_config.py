@@ -8,8 +8,10 @@ transformers 5; the keys of its quantisers.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+
+from mergepipe_pipeline.errors import CheckpointError
 
 #: The keys of a config under which quantisers write.
 QUANTISATION_KEYS = ("quantization_config", "compression_config", "quantization")
@@ -62,6 +64,23 @@ def quantisation_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of a config about how the weights were quantised; {} where it says nothing."""
     stated = (at_place(config, place) for place in config_places(config, QUANTISATION_KEYS))
     return next((dict(value) for value in stated if isinstance(value, dict) and value), {})
+
+
+#: Where modelopt said how weights are quantised before it wrote that into config.json.
+_APART = "hf_quant_config.json"
+
+
+def refuse_stated_apart(files: Collection[str], config: Mapping[str, Any], where: str) -> None:
+    """Raise CheckpointError if a file beside a config says how weights are quantised, not it."""
+    if _APART in files and not quantisation_of(config):
+        raise CheckpointError(
+            "How the weights are quantised is said beside config.json, which a result would lack",
+            where=f"{where}, {_APART}",
+            expected="quantization_config in config.json",
+            found="none there",
+            next_step='write {"quant_method": "modelopt", "quant_algo": …} there as '
+            f"quantization_config, with the quant_algo of {_APART}",
+        )
 
 
 def predicts_tokens(config: Mapping[str, Any]) -> bool | None:

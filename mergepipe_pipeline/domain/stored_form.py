@@ -55,6 +55,7 @@ _COMPANION = re.compile(
     r"(?:(?:_?q?weight|input|output|activation|\w+_proj|w\d)_)?(?:global_)?"
     r"(?:q?scales?(?:_inv|_2|_weight)?|scale_weight|zero_points?|zeros?)"
     r"|weight\.(?:absmax|quant_map|nested_\w+|quant_state\..+|_\w+|.*scale.*)"
+    r"|\w+_proj_(?:weight_scale(?:_2)?|input_scale)|scale_packed"
     r"|weight_(?:packed|shape|g_idx|format)|qweight|qzeros|g_idx|SCB|absmax|biases|codebooks?"
     r"|centroids|W_q|meta|\w+_(?:blocks|scales)"
 )

@@ -181,8 +181,7 @@ def commit(
         files: dict[str, bytes | Path] = {side.file: staging / side.file for side in copied}
         final = warehouse.snapshots / manifest.snapshot_id
         marks, began_ns = Marks(warehouse.stages), time.time_ns()
-        is_new = not final.exists()
-        if not is_new and damage_of(final) is None:
+        if not (is_new := not final.exists()) and damage_of(final) is None:
             marks.mark(final.name, is_stage=is_stage, is_new=False)
             whole = Checked(frozenset(s.sha256 for s in shards), began_ns)
             return load_snapshot(warehouse.snapshots, final.name), whole

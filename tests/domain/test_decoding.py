@@ -11,10 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
+from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.domain.decoding import logical_parts
-from mergepipe_pipeline.errors import IncompatibleCheckpointsError
+from mergepipe_pipeline.errors import CheckpointError, IncompatibleCheckpointsError
 from tests.support.codes import FORMS, GPT_OSS_SETTINGS, Tensors, gpt_oss
 from tests.support.laws import examples
 
@@ -159,9 +161,54 @@ def test_order_of_columns_a_second_form_and_codes_of_other_modules_are_refused()
 
 def test_scales_of_activations_and_caches_leave_with_the_codes() -> None:
     tensors, said = headers("NVFP4, modelopt")
-    leaves = ("input_scale", "output_scale", "k_scale", "v_scale")
+    leaves = ("input_scale", "output_scale", "activation_scale", "input_zero_point", "k_scale")
     others: Headers = {f"m.up_proj.{leaf}": ("F32", ()) for leaf in leaves}
-    assert list(opened({**tensors, **others}, said)) == ["m.up_proj.weight"]
+    others |= {"m.attn.k_scale": ("F32", ()), "m.k_proj.v_scale": ("F32", (1,))}
+    c = checkpoint({**tensors, **others}, said)
+    assert list(logical_parts(c)) == ["m.up_proj.weight"]
+
+
+def test_stacked_experts_with_the_names_of_modelopt_are_decoded_by_their_one_scale() -> None:
+    said = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    tensors: Headers = {
+        "m.experts.gate_up_proj": ("F8_E4M3", (4, 64, 128)),
+        "m.experts.gate_up_proj_weight_scale": ("F32", ()),
+        "m.experts.gate_up_proj_input_scale": ("F32", ()),
+    }
+    (part,) = opened(tensors, said).values()
+    assert part.shape == (4, 64, 128)
+
+
+def test_codes_whose_basis_or_order_the_config_changes_are_not_decoded() -> None:
+    tensors, said = headers("int4 in groups")
+    turned = {"config_groups": {"u": {"type": "hadamard", "apply": []}}}
+    for other in ({"transform_config": turned}, {"format": "marlin-24"}, {"format": "dense"}):
+        with pytest.raises(IncompatibleCheckpointsError):
+            opened(tensors, {**said, **other})
+    untold: list[dict[str, Any]] = [{"transform_config": {}}, {"transform_config": None}]
+    for same in (*untold, {"format": "pack-quantized"}):
+        assert opened(tensors, {**said, **same})
+    groups = json.loads(json.dumps(said["config_groups"]))
+    groups["group_0"]["weights"]["actorder"] = "static"  # columns as they were
+    assert opened(tensors, {**said, "config_groups": groups})
+
+
+def test_a_stated_shape_is_read_in_either_width_of_integers() -> None:
+    tensors, said = headers("int4 in groups")
+    name = "m.up_proj.weight_shape"
+    assert opened({**tensors, name: ("I32", (2,))}, said)
+    for dtype, shape in (("F32", (2,)), ("I64", (3,))):
+        with pytest.raises(IncompatibleCheckpointsError, match="a shape as integers"):
+            opened({**tensors, name: (dtype, shape)}, said)
+
+
+def test_a_model_whose_quantisation_is_said_beside_its_config_is_refused(tmp_path: Path) -> None:
+    tensors = {"w.weight": torch.zeros(4, 4).to(torch.float8_e4m3fn)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    with pytest.raises(CheckpointError, match=r"beside config.json.*quant_method.*modelopt"):
+        open_checkpoint(str(tmp_path), "apart")
 
 
 @pytest.mark.parametrize("name", ALL)

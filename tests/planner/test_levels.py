@@ -258,4 +258,12 @@ def test_methods_that_rank_or_count_elements_take_exact_levels_only() -> None:
         levels = row_levels(PACKED, operator.schema, operator.response(given), None)
         if not levels.usable[0]:
             only_exact.add(name)
-    assert only_exact == {"arcee_fusion", "della", "della_linear", "ram", "ramplus_tl", "sce"}
+    assert only_exact == {
+        "arcee_fusion",
+        "della",
+        "della_linear",
+        "mean",
+        "ram",
+        "ramplus_tl",
+        "sce",
+    }
