@@ -46,6 +46,8 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 #: Mistral's own names of files: a second form of a model whose other files are transformers'.
 _NATIVE = "consolidated"
 _WEIGHTS = ".safetensors"
+#: How dtypes of codes begin.
+_CODES = ("F8", "U8", "I8")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".gguf")
 
 
@@ -78,7 +80,8 @@ def open_checkpoint(uri: str, name: str, *, probes: bool = True) -> Checkpoint:
         if CONFIG in side_files(source, uri):
             config = _json_text(source, CONFIG, uri)
             stated = load_object(config, f"{uri}, {CONFIG}", "A model's config")
-            refuse_stated_apart(present, stated, uri)
+            if any(t.dtype[:2] in _CODES for t in tensors):
+                refuse_stated_apart(present, stated, uri)
     files = {e.path for e in entries}
     ignored = sorted(text_of(f) for f in present if f.endswith(_WEIGHTS) and f not in files)
     return Checkpoint(
