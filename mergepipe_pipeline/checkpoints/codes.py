@@ -7,7 +7,7 @@ read once and kept by the reader.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -251,6 +251,7 @@ def _table(codes: Codes, stored: str) -> F32Array:
 _SMALL_FLOATS: dict[Element, tuple[int, int]] = {"F8_E4M3": (3, 7), "F8_E5M2": (2, 15)}
 
 
+@cache
 def _small_floats(element: Element) -> F32Array:
     """The numbers of all floats of eight bits."""
     n_fraction, bias = _SMALL_FLOATS[element]

@@ -217,10 +217,12 @@ def _costs(
     numel = np.array([r.numel for r in rows], dtype=np.int64)[row]  # [candidates], as all below
     nelems = np.minimum(numel, (block + 1) * grid.block_elems) - block * grid.block_elems
     nbytes = nelems * np.array([r.itemsize for r in rows], dtype=np.int64)[row]
-    for number, r in enumerate(rows):
+    starts = np.searchsorted(row, np.arange(len(rows)))  # [rows], in the order of candidates
+    for start, r in zip(starts, rows, strict=True):
         if r.coded is not None:
-            ranges = (grid.range_of(b, r.numel) for b in range(grid.count(r.numel)))
-            nbytes[row == number] = [r.coded.read_nbytes((block,)) for block in ranges]
+            ranges = [grid.range_of(b, r.numel) for b in range(grid.count(r.numel))]
+            costs = [r.coded.read_nbytes((block,)) for block in ranges]
+            nbytes[start : start + len(costs)] = costs
     bundles = [(r.bundle_nbytes is not None, r.bundle_nbytes or 0) for r in rows]
     is_bundled = np.array([bundled for bundled, _ in bundles], np.bool_)[row]
     bundle_nbytes = np.array([n for _, n in bundles], np.int64)[row]
