@@ -26,6 +26,8 @@ Start = Literal["", "pissa", "olora"]
 CONFIG, KIND = "adapter_config.json", "An adapter's config"
 _MERGE_WITH_PEFT = "merge the adapter with peft (merge_and_unload) and give the full checkpoint"
 
+#: Keys that MLX writes into an adapter's config, and PEFT does not.
+_MLX_KEYS = frozenset({"fine_tune_type", "lora_parameters"})
 #: Keys that must be absent or falsy: with them, values are not what `AdapterConfig` says.
 _REFUSED = {
     "lora_bias": "a bias in lora_B",
@@ -286,4 +288,21 @@ def _bad(key: str, expected: str, found: object, where: str) -> CheckpointError:
         expected=expected,
         found=_shown(found),
         next_step="correct adapter_config.json, or get the adapter again",
+    )
+
+
+def refuse_mlx(config: str, uri: str) -> None:
+    """Raise CheckpointError if an adapter's config is one that MLX wrote."""
+    value = load_object(config, f"{uri}, {CONFIG}", KIND)
+    if "peft_type" in value or not _MLX_KEYS & value.keys():
+        return
+    model = value.get("model")
+    base = model if isinstance(model, str) and model.isprintable() else "BASE"
+    raise CheckpointError(
+        "An adapter of MLX is not read",
+        where=f"{uri}, {CONFIG}",
+        expected="an adapter that PEFT saved, or a whole model",
+        found=", ".join(sorted(_MLX_KEYS & value.keys())),
+        next_step=f"run `mlx_lm.fuse --model {base} --adapter-path FOLDER --save-path OUT "
+        "--dequantize` where MLX is, and give OUT as a whole model",
     )

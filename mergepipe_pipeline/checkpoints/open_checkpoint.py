@@ -12,13 +12,16 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from mergepipe_pipeline.checkpoints.adapter_config import CONFIG as ADAPTER_CONFIG
 from mergepipe_pipeline.checkpoints.adapter_config import KIND as ADAPTER_CONFIG_KIND
+from mergepipe_pipeline.checkpoints.adapter_config import refuse_mlx
 from mergepipe_pipeline.checkpoints.dcp import METADATA
 from mergepipe_pipeline.checkpoints.header import LENGTH_NBYTES, header_nbytes, parse_header
+from mergepipe_pipeline.checkpoints.second_form import NATIVE, refuse_another_model
 from mergepipe_pipeline.checkpoints.training_run import TrainingRun, refuse_run
 from mergepipe_pipeline.digest import sha256_hex
 from mergepipe_pipeline.domain.checkpoint import (
@@ -43,8 +46,6 @@ KIND_KEY, KIND_DELTA = "mergepipe", "delta"
 _SAMPLE_NBYTES, _MAX_SAMPLES = 256, 1024
 #: NUL, newline, ESC and their like, which act on terminals and split lines.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-#: Mistral's own names of files: a second form of a model whose other files are transformers'.
-_NATIVE = "consolidated"
 _WEIGHTS = ".safetensors"
 #: How dtypes of codes begin.
 _CODES = ("F8", "U8", "I8")
@@ -76,14 +77,15 @@ def open_checkpoint(uri: str, name: str, *, probes: bool = True) -> Checkpoint:
         if not tensors:
             raise _empty(kind, uri)
         refuse_ungathered(tensors, kind, uri)
+        files = {e.path for e in entries}
+        ignored = sorted(text_of(f) for f in present if f.endswith(_WEIGHTS) and f not in files)
+        refuse_another_model(source, tensors, [*_second_form(source, ignored, uri)], uri)
         config = None
         if CONFIG in side_files(source, uri):
             config = _json_text(source, CONFIG, uri)
             stated = load_object(config, f"{uri}, {CONFIG}", "A model's config")
             if any(t.dtype[:2] in _CODES for t in tensors):
                 refuse_stated_apart(present, stated, uri)
-    files = {e.path for e in entries}
-    ignored = sorted(text_of(f) for f in present if f.endswith(_WEIGHTS) and f not in files)
     return Checkpoint(
         name,
         uri,
@@ -94,6 +96,14 @@ def open_checkpoint(uri: str, name: str, *, probes: bool = True) -> Checkpoint:
         adapter_config,
         ignored_files=tuple(ignored),
     )
+
+
+def _second_form(source: CheckpointSource, ignored: list[str], uri: str) -> Iterator[TensorEntry]:
+    """The tensors of files in Mistral's names beside the model; a pointer to one holds none."""
+    for file in ignored:
+        if file.startswith(NATIVE):
+            with suppress(CheckpointError):
+                yield from _read_header(source, file, uri, probes=False)[1]
 
 
 def _weights(
@@ -237,7 +247,7 @@ def _weight_files(present: list[str], uri: str) -> list[str]:
     if SINGLE in present:
         return [SINGLE]
     files = [f for f in present if f.endswith(_WEIGHTS)]
-    files = [f for f in files if not f.startswith(_NATIVE)] or files
+    files = [f for f in files if not f.startswith(NATIVE)] or files
     for file in files:
         if text_of(file) != file:
             raise CheckpointError(
@@ -412,10 +422,6 @@ def _check_names(tensors: list[TensorEntry], weight_map: dict[str, str], uri: st
         )
 
 
-#: Keys that MLX writes into an adapter's config, and PEFT does not.
-_MLX_KEYS = frozenset({"fine_tune_type", "lora_parameters"})
-
-
 def pickled(files: Sequence[str], expected: str, uri: str) -> CheckpointError:
     """The error for files that unpickling or another program would read."""
     return CheckpointError(
@@ -432,23 +438,6 @@ def pickled(files: Sequence[str], expected: str, uri: str) -> CheckpointError:
             if files[0].endswith(".gguf")
             else "`mergepipe convert` writes it as safetensors, and runs nothing of it"
         ),
-    )
-
-
-def refuse_mlx(config: str, uri: str) -> None:
-    """Raise CheckpointError if an adapter's config is one that MLX wrote."""
-    value = load_object(config, f"{uri}, {ADAPTER_CONFIG}", ADAPTER_CONFIG_KIND)
-    if "peft_type" in value or not _MLX_KEYS & value.keys():
-        return
-    model = value.get("model")
-    base = model if isinstance(model, str) and model.isprintable() else "BASE"
-    raise CheckpointError(
-        "An adapter of MLX is not read",
-        where=f"{uri}, {ADAPTER_CONFIG}",
-        expected="an adapter that PEFT saved, or a whole model",
-        found=", ".join(sorted(_MLX_KEYS & value.keys())),
-        next_step=f"run `mlx_lm.fuse --model {base} --adapter-path FOLDER --save-path OUT "
-        "--dequantize` where MLX is, and give OUT as a whole model",
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -150,7 +151,7 @@ def values_of(folder: Path) -> dict[str, float]:
     }
 
 
-CONSOLIDATED = {"consolidated": {"layers.0.w1": 9}}
+CONSOLIDATED = {"consolidated": {"layers.0.w1": 1}}
 
 
 @pytest.mark.parametrize(
@@ -174,7 +175,8 @@ def test_model_safetensors_is_the_model_and_what_lies_beside_it_is_named(
 
 
 def test_the_files_of_an_index_are_the_model_and_others_are_named(tmp_path: Path) -> None:
-    folder = saved(sharded(tmp_path / "m"), **CONSOLIDATED)
+    folder = sharded(tmp_path / "m")
+    shutil.copy(folder / ONE, folder / "consolidated.safetensors")
     saved(folder, **{"model-00001-of-00001": {"a": 9}})
     found = open_checkpoint(str(folder), "m")
     assert [f.path for f in found.files] == [ONE, TWO]
@@ -186,12 +188,29 @@ def test_the_files_of_an_index_are_the_model_and_others_are_named(tmp_path: Path
 
 def test_the_names_of_mistral_are_read_where_no_other_file_holds_the_model(tmp_path: Path) -> None:
     alone = saved(tmp_path / "m", **CONSOLIDATED)
-    assert values_of(alone) == {"layers.0.w1": 9}
+    assert values_of(alone) == {"layers.0.w1": 1}
     parts = {f"consolidated-0000{i}-of-00002": {f"layers.{i}.w1": i} for i in (1, 2)}
     assert values_of(saved(tmp_path / "parts", **parts)) == {"layers.1.w1": 1, "layers.2.w1": 2}
-    both = saved(tmp_path / "both", **parts, **{"model-00001-of-00001": {"w": 3}})
-    assert values_of(both) == {"w": 3}
+    both = saved(tmp_path / "both", **parts, **{"model-00001-of-00001": {"v": 2, "w": 1}})
+    assert values_of(both) == {"v": 2, "w": 1}
     assert len(open_checkpoint(str(both), "m").ignored_files) == 2
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_another_model_in_the_names_of_mistral_beside_the_model_is_refused(
+    tmp_path: Path, is_sharded: bool
+) -> None:
+    folder = tmp_path / "m"
+    first = "model-00001-of-00002" if is_sharded else "model"
+    saved(folder, **{first: {"a": 1}}, consolidated={"layers.0.w1": 1, "layers.0.w2": 7})
+    if is_sharded:
+        write_index(
+            saved(folder, **{TWO.removesuffix(".safetensors"): {"b": 2}}), {"a": ONE, "b": TWO}
+        )
+    with pytest.raises(CheckpointError, match=r"two models.*layers\.0\.w2.*remove consolidated"):
+        open_checkpoint(str(folder), "m", probes=False)
+    (folder / "consolidated.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    assert open_checkpoint(str(folder), "m").ignored_files == ("consolidated.safetensors",)
 
 
 def test_a_model_that_lies_in_one_file_and_in_shards_with_an_index_is_refused(
