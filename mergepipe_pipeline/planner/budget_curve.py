@@ -88,7 +88,7 @@ def budget_curve(
     packs for a problem with packs, the others for one without. Budgets that do not cover what the
     recipe pins are left out. Raises BudgetError where there is no base to differ from.
     """
-    total = int(chosen.problem.candidates.nbytes.sum())
+    total = chosen.problem.candidates.total_nbytes
     budgets = {
         s: replace(budget, nbytes=None, error=None, fraction=s) for s in sorted({0.0, *shares, 1.0})
     }
@@ -116,7 +116,7 @@ def budget_curve(
 
 def _points(q: PlanningProblem, strategy: str, budgets: Sequence[Budget]) -> list[Point]:
     """The points of one strategy."""
-    total = int(q.candidates.nbytes.sum())
+    total = q.candidates.total_nbytes
     made = [(b, Selection(q, strategy, levels)) for b, levels in levels_for(q, strategy, budgets)]
     predictions = q.predict([s.levels for _, s in made]) or []
     return [
@@ -129,7 +129,7 @@ def _point(s: Selection, budget_bytes: int | None, prediction: Prediction) -> Po
     return Point(
         strategy=s.strategy,
         budget_bytes=budget_bytes,
-        nbytes=int(s.problem.table.nbytes(s.levels).sum()),
+        nbytes=s.problem.read_nbytes(s.levels),
         error=prediction.error,
         margin=prediction.margin,
         bound=s.problem.bound(s.levels).value,

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mergepipe_pipeline.arrays import BoolArray, F64Array, I64Array
-from mergepipe_pipeline.domain.blocks import BlockGrid
+from mergepipe_pipeline.domain.blocks import BlockGrid, Range
 from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.planner.packed_rows import RowLevels
 
@@ -90,6 +90,20 @@ class Candidates:
     def expert(self) -> I64Array:
         """The expert's position in the recipe, per candidate."""
         return np.array([r.position for r in self.rows], dtype=np.int64)[self.row]
+
+    @cached_property
+    def total_nbytes(self) -> int:
+        """Bytes of all stored elements."""
+        return int(self.nbytes.sum()) - self.shared_nbytes(np.ones(len(self.row), np.bool_))
+
+    def shared_nbytes(self, read: Choice) -> int:
+        """Bytes of scales that stand at several of the blocks that are read, and are read once."""
+        shared, elems = 0, self.grid.block_elems
+        for r, cut in zip(self.rows, self.row_slices(), strict=True):
+            if r.coded is not None and r.bundle_nbytes is None:
+                once = r.coded.read_nbytes(ranges_of(read[cut], elems, r.numel))
+                shared += int(self.nbytes[cut][read[cut]].sum()) - once
+        return shared
 
     @property
     def gain(self) -> F64Array:
@@ -229,3 +243,10 @@ def _costs(
     nbytes = np.where(is_bundled, np.where(block == 0, bundle_nbytes, 0), nbytes)
     unit = np.cumsum(~is_bundled | (block == 0)) - 1
     return nbytes, unit
+
+
+def ranges_of(taken: Choice, block_elems: int, numel: int) -> tuple[Range, ...]:
+    """Runs of blocks as element ranges."""
+    edges = np.flatnonzero(np.concatenate([taken[:1], taken[1:] != taken[:-1], taken[-1:]]))
+    elems = np.minimum(edges * block_elems, numel).tolist()
+    return tuple(zip(elems[::2], elems[1::2], strict=True))

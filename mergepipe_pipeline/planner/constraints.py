@@ -42,9 +42,11 @@ def constraints_of(
     No limit in bytes, as with an error to reach, is one of all bytes. A share of a budget without
     one is of all bytes too.
     """
-    total = int(c.nbytes.sum())
+    total = c.total_nbytes
     nbytes = budget.resolve(total)
     limit = total if nbytes is None else nbytes
+    if limit >= total:  # all of it, as blocks cost one by one
+        limit = max(limit, int(c.nbytes.sum()))
     caps = np.full(len(experts), np.iinfo(np.int64).max, np.int64)
     for number, names in enumerate(experts):
         for share in budget.shares:

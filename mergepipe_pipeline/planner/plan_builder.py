@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from mergepipe_pipeline.domain.blocks import BlockGrid, Range
+from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.domain.layers import layer_count, layer_name, layer_order
 from mergepipe_pipeline.domain.model import Model, view_digest
 from mergepipe_pipeline.domain.output import out_dtype, stored_like
@@ -29,7 +29,7 @@ from mergepipe_pipeline.domain.recipe import Recipe, TensorRecipe
 from mergepipe_pipeline.domain.stats import ExpertStats
 from mergepipe_pipeline.domain.view import TensorView, moved
 from mergepipe_pipeline.operators import OPERATORS
-from mergepipe_pipeline.planner.candidates import Candidates, Choice
+from mergepipe_pipeline.planner.candidates import Candidates, ranges_of
 from mergepipe_pipeline.planner.constraints import Names
 from mergepipe_pipeline.planner.levels import Levels, packed_input
 from mergepipe_pipeline.planner.packed_rows import NOTHING, ORIGINAL, Packs
@@ -183,8 +183,8 @@ class PlanBuilder:
                         view=view,
                         digest=self._digest(entry.model, entry.tensor),
                         params=part.model_params[i],
-                        covered=_ranges((taken != NOTHING) | zero, elems, view.numel),
-                        read=_ranges(taken == ORIGINAL, elems, view.numel),
+                        covered=ranges_of((taken != NOTHING) | zero, elems, view.numel),
+                        read=ranges_of(taken == ORIGINAL, elems, view.numel),
                         trim=self._facts.trims.get((t.name, i)),
                         outliers=self._facts.outliers.get((t.name, i)),
                         scale=self._facts.scales.get((t.name, i), 1.0),
@@ -230,10 +230,3 @@ class PlanBuilder:
         return BaseInput(
             self._view(t.base.model, t.base.tensor), self._digest(t.base.model, t.base.tensor)
         )
-
-
-def _ranges(taken: Choice, block_elems: int, numel: int) -> tuple[Range, ...]:
-    """Runs of blocks as element ranges."""
-    edges = np.flatnonzero(np.concatenate([taken[:1], taken[1:] != taken[:-1], taken[-1:]]))
-    elems = np.minimum(edges * block_elems, numel).tolist()
-    return tuple(zip(elems[::2], elems[1::2], strict=True))

@@ -76,6 +76,11 @@ class PlanningProblem:
         """The strategy of a recipe that names none."""
         return PACKS if self.has_packs else "magnitude"
 
+    def read_nbytes(self, levels: Levels) -> int:
+        """Return the bytes of experts that a choice reads."""
+        nbytes = int(self.table.nbytes(levels).sum())
+        return nbytes - self.candidates.shared_nbytes(levels == ORIGINAL)
+
     def bound(self, levels: Levels) -> Bound:
         """Return the bound of a choice."""
         return error_bound(self.table, levels, self.sensitivities)
@@ -342,11 +347,11 @@ def estimates(s: Selection, budget: Budget) -> Estimates:
     # A new read: another row, or another way of reading.
     same = (np.diff(c.row, prepend=-1) == 0) & (np.diff(levels, prepend=levels[:1]) == 0)
     return Estimates(
-        budget_bytes=budget.resolve(int(c.nbytes.sum())),
+        budget_bytes=budget.resolve(c.total_nbytes),
         strategy=s.strategy,
         block_elems=q.block_elems,
-        expert_bytes_total=int(c.nbytes.sum()),
-        expert_bytes_planned=int(nbytes.sum()),
+        expert_bytes_total=c.total_nbytes,
+        expert_bytes_planned=q.read_nbytes(levels),
         blocks_total=c.n_units,
         blocks_bought=int((np.bincount(c.unit, chosen, c.n_units) > 0).sum()),
         blocks_zero=int(c.unit_zero.sum()),
