@@ -175,11 +175,12 @@ def plan(console: Console, recipe: str, **planning: Any) -> None:
     """Decide what to read under the budget, and print the bound on what that costs."""
     from mergepipe_pipeline.execution.egress import egress_of_plan
     from mergepipe_pipeline.execution.stages import plan_in_stages
+    from mergepipe_pipeline.execution.sums import slid_nbytes
     from mergepipe_pipeline.verbs.explain import read_shares, selected_table, shares_table
 
     given = {"progress": console.progress}
     made = of_recipe(console.warehouse, recipe, planning, plan_in_stages, **given)
-    egress = egress_of_plan(made)
+    egress, slid = egress_of_plan(made), slid_nbytes(console.warehouse, made)
     console.warn(*made.warnings)
     console.show(
         {
@@ -189,9 +190,11 @@ def plan(console: Console, recipe: str, **planning: Any) -> None:
             "layers": len(made.layers),
             "selected": [asdict(s) for s in made.request.selected],
             **asdict(made.estimates),
+            "expert_bytes_beside_sums": slid,
             "egress": [asdict(of_address) for of_address in egress],
         },
         *plan_lines(made),
+        *([] if slid is None else [f"  kept sums      leave {size(slid)} of experts to read"]),
         *egress_lines(egress, "  download       "),
         *section(*shares_table(read_shares(made, "expert"))),
         *section(*selected_table(made.request.selected)),

@@ -63,6 +63,13 @@ def sliding(
     return Sliding(now, now.layers, sums)
 
 
+def slid_nbytes(warehouse: Warehouse, plan: MergePlan) -> int | None:
+    """The bytes of experts that a merge reads beside kept sums; None where none help."""
+    slid = sliding(warehouse, plan, plan.layers)
+    nbytes = sum(layer.expert_bytes_planned for layer in slid.layers)
+    return nbytes if any(sums.kept for sums in slid.sums.values()) else None
+
+
 def keep(warehouse: Warehouse, plan: MergePlan, layer: str, path: Path) -> None:
     """Let the sums of a layer at `path`, if there are any, replace those of the merge before."""
     if path.exists():

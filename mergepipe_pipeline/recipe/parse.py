@@ -27,7 +27,7 @@ from mergepipe_pipeline.recipe.checks import (
     recipe_warnings,
 )
 from mergepipe_pipeline.recipe.evaluate import read_evaluate, read_gate
-from mergepipe_pipeline.recipe.problems import KeyPath, Lines, Problems, recipe_error, shown
+from mergepipe_pipeline.recipe.problems import KeyPath, Problems, recipe_error, shown
 from mergepipe_pipeline.recipe.references import UnreadableReference, parse_reference
 from mergepipe_pipeline.recipe.resolve_tensors import resolve_recipe
 from mergepipe_pipeline.recipe.schema import DEFAULT_SCHEDULE, RecipeYaml, ref_problem, validate
@@ -43,6 +43,7 @@ from mergepipe_pipeline.recipe.structure import (
     with_joined_base,
 )
 from mergepipe_pipeline.recipe.tokens import check_chat_template, read_tokenizer
+from mergepipe_pipeline.recipe.windows import as_mean
 from mergepipe_pipeline.recipe.yaml_text import Document, read_documents
 
 __all__ = ["ParsedRecipe", "parse_recipes", "resolve_recipe"]
@@ -116,13 +117,15 @@ def _parse(
             text = "a recipe is a mapping with `merge_method:` and `models:`"
             problems.add((), text, document.line)
         return None
-    yaml = validate(value, problems)
+    yaml, value = validate(value, problems), as_mean(value)
     # The other keys are read whatever is wrong with some, so that all problems are said at once.
     warnings: list[str] = []
     models = Models()
     listed, level = read_structure(value, models, problems, warnings, choice)
     base, evaluate = _base(value, models, listed), value.get("evaluate")
-    schema = _method(value, listed, level, methods, document.lines, problems, warnings)
+    schema = _method(value, listed, level, methods, problems, warnings)
+    if schema and value is document.value:
+        check_windows(schema, document.lines, problems)
     modules = with_joined_base(listed, level, base, schema) if schema else listed
     of_keys = partial(
         ParsedRecipe,
@@ -173,7 +176,6 @@ def _method(
     modules: tuple[Module, ...],
     level: Level,
     methods: Methods,
-    lines: Lines,
     problems: Problems,
     warnings: list[str],
 ) -> OperatorSchema | None:
@@ -182,7 +184,6 @@ def _method(
     schema = find_method(method, methods, problems) if isinstance(method, str) else None
     if schema is not None:
         warnings += check_parameters(schema, methods, levels(modules, level), problems)
-        check_windows(schema, lines, problems)
         # A wrong base is not a missing one, and was reported already.
         if value.get("base_model") is None:
             check_base(schema, modules, problems)

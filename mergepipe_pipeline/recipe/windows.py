@@ -12,6 +12,7 @@ from math import sqrt
 
 #: The schedules; a linear decay of updates is the uniform mean of checkpoints.
 SCHEDULES = ("uniform", "linear", "minus_sqrt", "exponential")
+_MEANS = ("uniform", "linear")
 
 
 def window_weights(n: int, schedule: str, decay: float = 0.0) -> tuple[float, ...]:
@@ -24,6 +25,24 @@ def window_weights(n: int, schedule: str, decay: float = 0.0) -> tuple[float, ..
     if schedule == "exponential":
         return (decay ** (n - 1), *((1 - decay) * decay ** (n - 1 - i) for i in range(1, n)))
     return (1 / n,) * n
+
+
+def as_mean(recipe: dict[str, object]) -> dict[str, object]:
+    """The recipe, or with method `mean` where it is a linear merge of one uniform window alone.
+
+    Both are the mean of the checkpoints; from exact sums it slides without reading all of them.
+    """
+    models, method = recipe.get("models"), recipe.get("merge_method")
+    entry = models[0] if isinstance(models, list) and len(models) == 1 else None
+    if method not in ("linear", "mean") or not isinstance(entry, dict):
+        return recipe
+    weights = entry.get("weights")
+    is_plain = all(recipe.get(key) is None for key in ("base_model", "parameters"))
+    is_mean = isinstance(weights, dict) and weights.get("schedule") in _MEANS
+    if not is_mean or entry.get("parameters") or not is_plain:
+        return recipe
+    window = {key: value for key, value in entry.items() if key != "weights"}
+    return {**recipe, "merge_method": "mean", "models": [window]}
 
 
 def weights_of(entry: Mapping[str, object], n: int) -> tuple[float, ...] | None:

@@ -14,6 +14,9 @@ import torch
 from safetensors.torch import load_file
 
 from mergepipe_pipeline.execution.run import MergeOutcome
+from mergepipe_pipeline.execution.stages import plan_in_stages
+from mergepipe_pipeline.execution.sums import slid_nbytes
+from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.storage import atomic
 from mergepipe_pipeline.verbs.merge import merge
 from mergepipe_pipeline.verbs.register import register
@@ -44,7 +47,10 @@ class World:
     def __init__(self, home: Warehouse, folder: Path) -> None:
         self.home, self.folder = home, folder
         self.recipe = folder / "window.yml"
-        self.recipe.write_text(f"merge_method: mean\nmodels: [{{run: run, last: {LAST}}}]\n")
+        weights = "weights: {schedule: uniform}"
+        self.recipe.write_text(
+            f"merge_method: linear\nmodels: [{{run: run, last: {LAST}, {weights}}}]\n"
+        )
 
     def save(self, *numbers: int, dtype: torch.dtype = torch.bfloat16, odd: object = None) -> None:
         for number in numbers:
@@ -53,6 +59,11 @@ class World:
 
     def slide(self) -> MergeOutcome:
         return merge(self.home, self.recipe).outcome
+
+    def said(self) -> int | None:
+        """What its plan says that a merge will read of experts beside the sums."""
+        parsed = load_recipe(self.recipe, self.home)
+        return slid_nbytes(self.home, plan_in_stages(self.home, parsed))
 
     def of_all(self, numbers: Sequence[int]) -> list[str]:
         """The layers of the same window, read whole in a warehouse that knows nothing."""
@@ -83,14 +94,15 @@ def test_a_slide_reads_one_new_and_one_old_checkpoint_and_gives_the_bits_of_all(
     world: World, dtype: torch.dtype
 ) -> None:
     world.save(*range(1, LAST), dtype=dtype)
+    assert world.said() is None
     first = world.slide()
     assert first.realised.expert_bytes_read == (LAST - 1) * nbytes(first)
     assert first.realised.sum_bytes_read == 0
     for number in range(LAST, LAST + 4):
         world.save(number, dtype=dtype)
-        slid = world.slide()
+        said, slid = world.said(), world.slide()
         changed = 1 if number == LAST else 2  # the window grows before it slides
-        assert slid.realised.expert_bytes_read == changed * nbytes(slid)
+        assert said == slid.realised.expert_bytes_read == changed * nbytes(slid)
         assert 0 < slid.realised.sum_bytes_read < 5 * nbytes(slid)
         assert layers(slid) == world.of_all(range(number - LAST + 1, number + 1))
         assert [m.text for m in slid.plan.request.models][-1] == f"run.step-{number}"

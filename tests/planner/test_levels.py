@@ -262,7 +262,6 @@ def test_methods_that_rank_or_count_elements_take_exact_levels_only() -> None:
         "arcee_fusion",
         "della",
         "della_linear",
-        "mean",
         "ram",
         "ramplus_tl",
         "sce",

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from mergepipe_pipeline.domain.selector import Selected, Selector
 from mergepipe_pipeline.errors import RecipeError
+from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.recipe.parse import ParsedRecipe, parse_recipes
 from mergepipe_pipeline.recipe.windows import SCHEDULES, window_weights
 from tests.recipe.schemas import METHODS
@@ -59,19 +60,21 @@ def choose(place: str, selector: Selector, reserved: Mapping[str, str]) -> Selec
     return Selected(place, selector, tuple(f"{selector.run}.step-{i}" for i in range(5)))
 
 
-def parse(*models: dict[str, Any], method: str = "linear") -> ParsedRecipe:
-    text = yaml.safe_dump({"merge_method": method, "models": list(models)})
-    return parse_recipes(text, name="r", where="r.yml", methods=METHODS, choose=choose)[-1]
+def parse(*models: dict[str, Any], method: str = "linear", **keys: object) -> ParsedRecipe:
+    text = yaml.safe_dump({"merge_method": method, "models": list(models), **keys})
+    methods = METHODS | {"mean": OPERATORS["mean"].schema}
+    return parse_recipes(text, name="r", where="r.yml", methods=methods, choose=choose)[-1]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_recipe_of_a_window_means_the_recipe_with_each_weight_written_out(schedule: str) -> None:
     decay = {"decay": 0.75} if schedule == "exponential" else {}
     weights = {"schedule": schedule, **decay}
-    window = parse({"run": "r", "weights": weights})
+    window = parse({"run": "r", "weights": weights}, base_model="b")
     shares = window_weights(5, schedule, decay.get("decay", 0.0))
     written = parse(
-        *({"model": f"r.step-{i}", "parameters": {"weight": w}} for i, w in enumerate(shares))
+        *({"model": f"r.step-{i}", "parameters": {"weight": w}} for i, w in enumerate(shares)),
+        base_model="b",
     )
     assert [e.level.settings for e in window.entries()] == [
         e.level.settings for e in written.entries()
@@ -103,6 +106,19 @@ def test_what_a_window_cannot_be_is_told_at_its_place(entry: dict[str, Any], sai
     with pytest.raises(RecipeError) as caught:
         parse({**given_weight, **entry})
     assert any(said in problem for problem in caught.value.problems), caught.value.problems
+
+
+@pytest.mark.parametrize("schedule", ["uniform", "linear"])
+def test_a_linear_merge_of_a_uniform_window_alone_is_the_mean_that_slides(schedule: str) -> None:
+    window = {"run": "r", "weights": {"schedule": schedule}}
+    mean = parse({"run": "r"}, method="mean")
+    for method in ("linear", "mean"):
+        recipe = parse(window, method=method)
+        assert (recipe.method, recipe.references) == ("mean", mean.references)
+        assert all(not entry.level.settings for entry in recipe.entries())
+    assert parse(window, {"model": "a", "parameters": {"weight": 1}}).method == "linear"
+    assert parse(window, base_model="a").method == "linear"
+    assert parse(window, parameters={"normalize": False}).method == "linear"
 
 
 def test_a_method_without_weights_has_no_window() -> None:

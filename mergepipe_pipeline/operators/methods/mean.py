@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     "mean",
     space="value",
     base="none",
-    response="unbounded",
     formula="Σ Tᵢ / n, the sum exact",
     reference="https://arxiv.org/abs/2203.05482",
 )

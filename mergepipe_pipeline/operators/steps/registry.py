@@ -215,10 +215,11 @@ class Hooks:
     """Functions that a method has besides its merge; all get its parameters as keywords.
 
     `coefficients(**values)` gives one factor of δᵢ per expert; without it the facts are factors,
-    the base's first. `check(tensor, shape, **values)` raises OperatorError for what cannot work.
-    `settle(measured, **values)` makes the task's facts of the measured numbers. `response(**method
-    parameters)` is for methods whose response depends on them. `choose(facts, **values)` is for a
-    method that only chooses. `fused(task, **values)` describes the merge to a compiled kernel.
+    the base's first, or without these it is a uniform mean. `check(tensor, shape, **values)` raises
+    OperatorError for what cannot work. `settle(measured, **values)` makes the task's facts of the
+    measured numbers. `response(**method parameters)` is for methods whose response depends on them.
+    `choose(facts, **values)` is for a method that only chooses. `fused(task, **values)` describes
+    the merge to a compiled kernel.
     """
 
     coefficients: Callable[..., tuple[float, ...]] | None = None
@@ -267,8 +268,10 @@ class Operator:
         """
         if self.hooks.coefficients is not None:
             return self.hooks.coefficients(**self._values(params, model_params))
-        # Factors that differ from row to row or by column are about 1 all together.
         count = len(model_params)
+        if self.schema.response == "additive" and not self.measures:
+            return (1 / count,) * count
+        # Factors that differ from row to row or by column are about 1 all together.
         return facts[1:] if len(facts) == 1 + count else (1.0,) * count
 
     def validate(
