@@ -41,6 +41,7 @@ from mergepipe_pipeline.snapshots.commit import (
     Checked,
     commit_snapshot,
     damage_of,
+    files_state,
     made_here,
     stage_snapshot,
 )
@@ -158,8 +159,9 @@ def commit(
 
     `realised` and `times` go to the provenance; `is_stage` as in `merge`. For a new snapshot the
     bytes of all layers are read but of those that were `made` just now, by name; of one that is
-    there all bytes are read, and if it is damaged, it is made anew and set aside. What was
-    read and found right comes with the snapshot. Raises NotFoundError naming the first layer that
+    there all bytes are read, unless they were right before and nobody touched its files since, and
+    if it is damaged, it is made anew and set aside. What was read now and found right comes with
+    the snapshot. Raises NotFoundError naming the first layer that
     is not merged yet, and DamagedLayerError for layers that are set aside, to be merged again.
     """
     store = warehouse.objects
@@ -180,11 +182,10 @@ def commit(
         )
         files: dict[str, bytes | Path] = {side.file: staging / side.file for side in copied}
         final = warehouse.snapshots / manifest.snapshot_id
-        marks, began_ns = Marks(warehouse.stages), time.time_ns()
-        if not (is_new := not final.exists()) and damage_of(final) is None:
-            marks.mark(final.name, is_stage=is_stage, is_new=False)
-            whole = Checked(frozenset(s.sha256 for s in shards), began_ns)
-            return load_snapshot(warehouse.snapshots, final.name), whole
+        marks = Marks(warehouse.stages)
+        is_new = not final.exists()
+        if not is_new and (found := _found_right(marks, final, manifest, is_stage=is_stage)):
+            return found
         provenance = _provenance(warehouse, plan, realised, times)
         if plan.is_coded:
             provenance["rounding_error"] = rounding_error(stored for _, stored in merged)
@@ -194,7 +195,24 @@ def commit(
         _refuse_damaged(warehouse, reused)
         snapshot = commit_snapshot(staged, warehouse.snapshots, warehouse.new_aside)
         marks.mark(snapshot.snapshot_id, is_stage=is_stage, is_new=is_new)
+        if (state := files_state(final, manifest, began_ns)) is not None:
+            marks.keep_state(snapshot.snapshot_id, state)
         return snapshot, Checked(frozenset(stored.sha256 for _, stored in reused), began_ns)
+
+
+def _found_right(
+    marks: Marks, folder: Path, manifest: Manifest, *, is_stage: bool
+) -> tuple[Snapshot, Checked] | None:
+    """The snapshot in a folder and what was read of it just now; None for a damaged one."""
+    now = Checked(frozenset(s.sha256 for s in manifest.shards), time.time_ns())
+    state = files_state(folder, manifest, now.at_ns)
+    is_known = state is not None and state == marks.state(folder.name)
+    if damage_of(folder, checked=now if is_known else Checked()) is not None:
+        return None
+    marks.mark(folder.name, is_stage=is_stage, is_new=False)
+    if state is not None and not is_known:
+        marks.keep_state(folder.name, state)
+    return load_snapshot(folder.parent, folder.name), Checked() if is_known else now
 
 
 def _merged(store: ObjectStore, layer: LayerTask) -> StoredObject:

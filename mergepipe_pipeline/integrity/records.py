@@ -102,6 +102,7 @@ def verify_structure(warehouse: Warehouse, audit: Auditor) -> None:
         (_files(warehouse.objects_dir, "*/*"), _check_object_name),
         (working_plans(warehouse), lambda p: refuse_other_plan(p, p.stem.rpartition(".")[2])),
         (_files(warehouse.stages, "*.json"), _unsealed),  # a stage without one stays as a result
+        (_files(warehouse.stages, "*.read"), _unsealed),  # the files are read once more
         (records(warehouse), read_evaluation),
         (_files(warehouse.arrivals, "*.json"), _unsealed),  # without its record a folder is new
     ]

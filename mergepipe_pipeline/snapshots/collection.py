@@ -84,7 +84,7 @@ def collect(
     old += [
         path
         for path in (
-            *(_idle_layers(objects, kept, damaged, need, roots.living)),
+            *(_idle_layers(objects, kept, damaged, need, roots.living, limit)),
             *_idle_staging(staging, roots.living),
             *(p for p in unnamed if not is_held(p)),
         )
@@ -152,8 +152,9 @@ def _idle_layers(
     damaged: Sequence[DamagedSnapshot],
     need: Need,
     living: Living,
+    limit: float,
 ) -> Iterator[Path]:
-    """Actions, then objects."""
+    """Actions, then objects; an action that was used after `limit` stays, and keeps its object."""
     if living.unreadable:
         return
     used = [s for snapshot in whole for s in snapshot.manifest.shards]
@@ -168,7 +169,10 @@ def _idle_layers(
         if named is not None and key in need.layer_keys:
             digests.add(named.sha256)
         elif key not in keys and (named is None or named.sha256 not in digests):
-            yield path
+            if _last_use(path) <= limit:
+                yield path
+            elif (stored := named or stored_by(path)) is not None:
+                digests.add(stored.sha256)
     for path in objects.all_objects():
         # A layer becomes an object before its action says so.
         if path.name not in digests and not _appeared_since(path, living.since_ns):

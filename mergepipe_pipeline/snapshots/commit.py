@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mergepipe_pipeline.checkpoints.header import LENGTH_NBYTES, header_nbytes, parse_header
-from mergepipe_pipeline.digest import new_hash, seal, sha256_hex, unseal
+from mergepipe_pipeline.digest import digest_json, new_hash, seal, sha256_hex, unseal
 from mergepipe_pipeline.domain.outcome import StoredObject
 from mergepipe_pipeline.domain.plan import ENGINE_VERSION
 from mergepipe_pipeline.domain.snapshot import MANIFEST, PROVENANCE, Manifest, ShardEntry, Snapshot
@@ -39,6 +39,10 @@ _CHUNK_NBYTES = 1 << 22
 _AGAIN = "merge its recipe again: the snapshot is made anew, and the damaged one is set aside"
 #: Seconds for which bytes that were read count as still the same.
 _TRUSTED_S = 3600.0
+
+
+#: Nanoseconds in which a file may change twice with one time of its file system.
+_TICK_NS = 20_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +117,24 @@ def verify_snapshot(
             verify_shard(folder / shard.file, shard, progress)
         nbytes += shard.nbytes
     return Verification(manifest.snapshot_id, len(names - added.keys()), nbytes)
+
+
+def files_state(folder: Path, manifest: Manifest, since_ns: int) -> str | None:
+    """32 hexadecimal characters that change with any touch of a snapshot's shards.
+
+    They are made of sizes, inodes and times, of which nobody can set one (ctime). None where a
+    shard is not there, or was touched after `since_ns` or so short ago that another change may have
+    the same time.
+    """
+    try:
+        stats = [(folder / shard.file).stat() for shard in manifest.shards]
+    except OSError:
+        return None
+    touched_ns = max((s.st_ctime_ns for s in stats), default=0)
+    if touched_ns > min(since_ns, time.time_ns() - _TICK_NS):
+        return None
+    seen = [(s.st_size, s.st_ino, s.st_mtime_ns, s.st_ctime_ns) for s in stats]
+    return digest_json([[shard.sha256 for shard in manifest.shards], seen])[:32]
 
 
 def unexpected_files(folder: Path, names: Collection[str]) -> Iterator[CorruptionError]:
@@ -287,10 +309,15 @@ def commit_snapshot(
     return load_snapshot(snapshots, staged.name)
 
 
-def damage_of(folder: Path, *, is_copy: bool = False) -> CorruptionError | None:
-    """The first damage of a snapshot or a copy, of which every byte is read; None without any."""
+def damage_of(
+    folder: Path, *, checked: Checked = _NOTHING, is_copy: bool = False
+) -> CorruptionError | None:
+    """The first damage of a snapshot or a copy; None without any.
+
+    Every byte is read, but of shards that were `checked`.
+    """
     try:
-        verify_snapshot(folder, is_copy=is_copy)
+        verify_snapshot(folder, checked=checked, is_copy=is_copy)
     except CorruptionError as error:
         return error
     return None

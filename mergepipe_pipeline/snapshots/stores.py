@@ -8,7 +8,8 @@ A snapshot without a mark is a result. `stage` is written once, for a snapshot t
 made; `result` replaces it when somebody merges the same as a result, and stays. A result keeps its
 mark, whichever of the two comes last. `refused` replaces each of them when a gate refuses the
 snapshot, with the recipe and the reason, until a gate lets it pass or somebody merges it again.
-`collected` stays where a result was removed since only old versions of refs named it.
+`collected` stays where a result was removed since only old versions of refs named it. Beside a mark
+lies the state in which the snapshot's files were when they were read last, and found right.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -95,15 +95,12 @@ class ObjectStore:
             return None
         try:
             stat = self.path_of(stored.sha256).stat()
-            whole = stat.st_size == stored.nbytes
-            # Touched, so that a collection running meanwhile sees both as in use; of the object
-            # only the time of access, since snapshots link to it and may be models themselves.
-            with suppress(PermissionError):  # another user's; his group may not set its times
-                os.utime(self.path_of(stored.sha256), ns=(time.time_ns(), stat.st_mtime_ns))
+            # Touched, so that a collection running meanwhile sees both as in use. The object is
+            # not: a merge knows by their times that its result's files are as it has read them.
             os.utime(path)
         except FileNotFoundError:
             return None
-        return stored if whole else None
+        return stored if stat.st_size == stored.nbytes else None
 
     def adopt(self, temp: Path, stored: StoredObject) -> None:
         """Make a finished file the object it says it is."""
@@ -328,6 +325,7 @@ class Marks:
     def collect(self, snapshot_id: str) -> None:
         """Remember that a result was removed, although versions of refs name it."""
         write_atomic(self.path_of(snapshot_id), seal({"made_as": _COLLECTED}))
+        remove_tree(self._state_path(snapshot_id))
 
     def is_collected(self, snapshot_id: str) -> bool:
         """Whether a result that is not there was removed on purpose."""
@@ -347,9 +345,21 @@ class Marks:
         for path in self._folder.glob("*.json"):
             yield path.stem, self._read(path) or {}
 
+    def keep_state(self, snapshot_id: str, state: str) -> None:
+        """Remember the state of files of which every byte was right."""
+        write_atomic(self._state_path(snapshot_id), seal({"read_in_state": state}))
+
+    def state(self, snapshot_id: str) -> str | None:
+        """The state of a snapshot's files when they were right last; None if nobody knows."""
+        return (self._read(self._state_path(snapshot_id)) or {}).get("read_in_state")
+
     def forget(self, snapshot_id: str) -> None:
-        """Remove the mark of a snapshot that is gone."""
+        """Remove the mark of a snapshot that is gone, and its files' state."""
         remove_tree(self.path_of(snapshot_id))
+        remove_tree(self._state_path(snapshot_id))
+
+    def _state_path(self, snapshot_id: str) -> Path:
+        return self._folder / f"{snapshot_id}.read"
 
     def path_of(self, snapshot_id: str) -> Path:
         """Where the mark of a snapshot lies, or would."""

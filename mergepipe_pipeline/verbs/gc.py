@@ -162,7 +162,8 @@ def _orphans(warehouse: Warehouse, named: frozenset[str]) -> Iterator[Path]:
     One that says why a version of a ref has no snapshot stays.
     """
     marks = Marks(warehouse.stages)
-    for path in (*warehouse.evaluations.glob("*"), *warehouse.stages.glob("*.json")):
+    kept = (warehouse.stages.glob(f"*.{kind}") for kind in ("json", "read"))
+    for path in (*warehouse.evaluations.glob("*"), *chain.from_iterable(kept)):
         is_told = path.stem in named and marks.is_collected(path.stem)
         if not is_told and not (warehouse.snapshots / path.stem).exists():
             yield path

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +28,9 @@ from mergepipe_pipeline.verbs.land import land
 from mergepipe_pipeline.verbs.merge import Merged, merge
 from mergepipe_pipeline.verbs.publish import publish
 from mergepipe_pipeline.warehouse import Warehouse
+
+#: Seconds in which a file may change twice and have one time.
+TICK_S = 0.02
 
 STAGES = """{first}
 name: first
@@ -49,6 +54,12 @@ def rot(path: Path) -> None:
         file.write(bytes([byte ^ 1]))
     path.chmod(stat.st_mode & 0o777)
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def renewed(path: Path) -> None:
+    """Put a copy with the same size and times in its place."""
+    shutil.copy2(path, path.with_name("copy"))
+    path.with_name("copy").replace(path)
 
 
 def truncate(path: Path) -> None:
@@ -155,6 +166,42 @@ def test_a_merge_with_nothing_to_do_reads_each_byte_of_its_result_once_though_it
     assert done.ref is not None
     assert done.outcome.realised.layers_executed == 0
     assert len(read) == len(set(read)) == 8  # of the stage and of the result
+
+
+@pytest.mark.parametrize("touch", [rot, os.utime, lambda p: p.chmod(0o400), renewed])
+def test_what_was_read_and_found_right_is_read_again_by_a_merge_once_anybody_touches_it(
+    home: Warehouse, family: Path, monkeypatch: pytest.MonkeyPatch, touch: Callable[[Path], None]
+) -> None:
+    time.sleep(2 * TICK_S)  # what was touched just now is not believed
+    read = shards_read(monkeypatch)
+    merge_in(home, family)
+    assert len(read) == 8
+    merge_in(home, family)
+    assert len(read) == 8
+    time.sleep(2 * TICK_S)
+    _, result = stage_and_result(home)
+    touch(result / "model-00002-of-00004.safetensors")
+    merge_in(home, family)
+    assert len(read) > 8
+    assert {line.partition(" ")[0] for line in read[8:]} == {result.name}
+    verify_snapshot(result)
+
+
+def test_what_a_merge_has_just_written_is_not_read_back_by_the_next(
+    tmp_path: Path, family: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = Warehouse.at(tmp_path / "w").ensure()
+
+    def commit(*given: Any) -> Snapshot:
+        time.sleep(2 * TICK_S)
+        return checks.commit_snapshot(*given)
+
+    monkeypatch.setattr("mergepipe_pipeline.execution.assemble.commit_snapshot", commit)
+    merge_in(home, family)
+    read = shards_read(monkeypatch)
+    assert merge_in(home, family, publish=True).ref is not None
+    assert {line.partition(" ")[0] for line in read} == {stage_and_result(home)[1].name}
+    assert len(read) == 4  # what is published is read all the same
 
 
 def standing(home: Warehouse, family: Path) -> Callable[[], Snapshot]:

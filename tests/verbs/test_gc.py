@@ -115,6 +115,25 @@ def test_a_merge_keeps_its_layers_through_collections_of_any_age(
     assert not list(home.leases_dir.glob("*.json"))
 
 
+def test_a_layer_that_was_looked_up_lately_keeps_its_object_however_old_that_is(
+    home: Warehouse, recipe_text: RecipeText
+) -> None:
+    run_plan(home, plan_in_stages(home, parse(recipe_text(), name="r", where="r")))
+    for snapshot in home.snapshots.iterdir():
+        atomic.remove_tree(snapshot)
+    store = home.objects
+    for path in (*store.all_actions(), *store.all_objects()):
+        os.utime(path, (0, 0))
+    used = store.lookup(store.all_actions()[0].stem)
+    assert used is not None
+    collect(home, older_than_s=3600)
+    assert [p.name for p in store.all_objects()] == [used.sha256]
+    assert len(store.all_actions()) == 1
+    os.utime(store.all_actions()[0], (0, 0))
+    collect(home, older_than_s=3600)
+    assert not [*store.all_actions(), *store.all_objects()]
+
+
 def test_layers_that_a_merge_reuses_stay_though_they_are_old(
     home: Warehouse, tmp_path: Path, recipe_text: RecipeText
 ) -> None:
