@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from mergepipe_pipeline.arrays import F32Array
 from mergepipe_pipeline.operators.steps.exact import Sums, mean_of
-from mergepipe_pipeline.storage.sums import SumsLostError, SumsReader, pieces_of
+from mergepipe_pipeline.storage.sums import SumsLostError, SumsReader, packed, piece_ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +40,22 @@ class TensorSums:
 
     def of(self, tensor: str, rows: F32Array, start_elem: int) -> WindowSums:
         """The sums of a window of `rows` [K, n]. Raises SumsLostError."""
-        n_read = 0
-        if self.kept is None:
-            mean, sums = mean_of(rows)
-        else:
-            stop_elem = start_elem + rows.shape[1]
+        stop_elem, n_read = start_elem + rows.shape[1], 0
+        if self.kept is not None:
             high, low, n_read = self.kept.read(tensor, start_elem, stop_elem)
-            sums = Sums(high, low, np.zeros(len(high)))
-            sums.add(rows, self.signs)
-            if not sums.exact.all():
-                raise SumsLostError(f"{tensor}: the sum of other models has too many digits")
-            mean = sums.mean(self.count)
-        is_exact = bool(sums.exact.all())
-        pieces = pieces_of(start_elem, sums.high, sums.low) if is_exact else None
-        return WindowSums(mean, pieces, n_read)
+        mean = np.empty(rows.shape[1], np.float32)
+        pieces: list[tuple[int, bytes]] = []
+        # One piece after the other: its sums stay in the nearest caches.
+        for first, stop in pairwise(piece_ends(start_elem, stop_elem)):
+            if self.kept is None:
+                mean[first:stop], sums = mean_of(rows, first, stop)
+            else:
+                sums = Sums(high[first:stop], low[first:stop], np.zeros(stop - first))
+                sums.add(rows, self.signs, first)
+                if not sums.exact.all():
+                    raise SumsLostError(f"{tensor}: the sum of other models has too many digits")
+                mean[first:stop] = sums.mean(self.count)
+            if sums.exact.all():
+                pieces.append((stop - first, packed(sums.high, sums.low)))
+        is_exact = sum(n for n, _ in pieces) == len(mean)
+        return WindowSums(mean, pieces if is_exact else None, n_read)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import IO, Self
 
@@ -139,25 +138,25 @@ def sums_beside(path: Path) -> Path:
     return path.with_suffix(".sums")
 
 
-def pieces_of(start_elem: int, high: F64Array, low: F64Array) -> list[tuple[int, bytes]]:
-    """The sums of a window in pieces: the number of elements and the bytes of each."""
-    stop_elem = start_elem + len(high)
+def piece_ends(start_elem: int, stop_elem: int) -> list[int]:
+    """Where the pieces of a window end, the first at its start, counted from there."""
     inner = range(start_elem // _GRID * _GRID + _GRID, stop_elem, _GRID)
-    ends = [0, *(cut - start_elem for cut in inner), len(high)]
-    return [(b - a, _packed(high[a:b], low[a:b])) for a, b in pairwise(ends) if b > a]
+    return [0, *(cut - start_elem for cut in inner), stop_elem - start_elem]
 
 
-def _packed(high: F64Array, low: F64Array) -> bytes:
-    """Float32 or float64, whatever is shorter, and the sums that they do not hold, by element."""
-    packed = []
+def packed(high: F64Array, low: F64Array) -> bytes:
+    """A piece as float32 or float64, whatever is shorter, and the sums that they do not hold."""
+    forms: list[bytes] = []
     with np.errstate(over="ignore"):
         for kind in (np.float32, np.float64):
             main = high.astype(kind)
             (odd,) = np.nonzero((main != high) | (low != 0))
             parts = (main, odd.astype(np.uint32), high[odd], low[odd])
             head = np.array([main.itemsize, len(odd)], np.uint32)
-            packed.append(b"".join(part.tobytes() for part in (head, *parts)))
-    return min(packed, key=len)
+            forms.append(b"".join(part.tobytes() for part in (head, *parts)))
+            if len(forms[0]) <= high.nbytes:  # less than float64 takes
+                break
+    return min(forms, key=len)
 
 
 def _unpacked(data: bytes, n: int) -> tuple[F64Array, F64Array]:

@@ -11,9 +11,9 @@ _TILE_ELEMS = 1 << 10
 
 @cached_njit(nogil=True)
 def add_rows(
-    rows: F32Array, signs: F64Array, high: F64Array, low: F64Array, beyond: F64Array
+    rows: F32Array, first: int, signs: F64Array, high: F64Array, low: F64Array, beyond: F64Array
 ) -> None:
-    """Add ±`rows` [K, n] to `high` + `low` [n], and make `high` that sum's nearest float64.
+    """Add ±`rows` [K, first:first + n] to `high` + `low` [n]; `high` is their nearest float64.
 
     What the additions lose is known exactly (Knuth's two-sum) and kept in `low`; what that loses in
     turn is counted in `beyond`, which is 0 where the sum is exact, and NaN after NaN or infinity.
@@ -23,7 +23,7 @@ def add_rows(
         # All of one type and from 0 up: so it is compiled to vectors, which takes a third.
         h, rest, out = high[start:stop], low[start:stop], beyond[start:stop]
         for k in range(len(rows)):
-            sign, row = signs[k], rows[k, start:stop]
+            sign, row = signs[k], rows[k, first + start : first + stop]
             for e in range(len(h)):
                 x = sign * row[e]
                 total = h[e] + x

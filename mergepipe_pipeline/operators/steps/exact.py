@@ -33,11 +33,11 @@ class Sums:
         exact: BoolArray = self.beyond == 0
         return exact
 
-    def add(self, rows: F32Array, signs: Sequence[int]) -> None:
-        """Add or take away `rows` [K, n]."""
+    def add(self, rows: F32Array, signs: Sequence[int], first: int = 0) -> None:
+        """Add or take away `rows` [K, first:first + n]."""
         from mergepipe_pipeline.operators.kernels.exact_sums import add_rows
 
-        add_rows(rows, np.array(signs, np.float64), self.high, self.low, self.beyond)
+        add_rows(rows, first, np.array(signs, np.float64), self.high, self.low, self.beyond)
 
     def mean(self, count: int) -> F32Array:
         """The sums over a count, rounded to float64 and to float32; a zero is +0."""
@@ -45,17 +45,17 @@ class Sums:
         return mean
 
 
-def mean_of(rows: F32Array) -> tuple[F32Array, Sums]:
-    """The mean [n] of `rows` [K, n], and their sums.
+def mean_of(rows: F32Array, first: int = 0, stop: int | None = None) -> tuple[F32Array, Sums]:
+    """The mean [n] of `rows` [K, first:stop], and their sums.
 
     Where two float64 do not hold a sum, it is added up with as many digits as it takes; NaN and
     infinity give what they give in any order.
     """
-    sums = Sums.zero(rows.shape[1])
-    sums.add(rows, [1] * len(rows))
+    sums = Sums.zero((rows.shape[1] if stop is None else stop) - first)
+    sums.add(rows, [1] * len(rows), first)
     (odd,) = np.nonzero(~sums.exact)
     for e in odd:
-        column = rows[:, e].astype(np.float64)
+        column = rows[:, first + e].astype(np.float64)
         with np.errstate(invalid="ignore"):
             sums.high[e] = fsum(column) if np.isfinite(column).all() else column.sum()
     return sums.mean(len(rows)), sums
