@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import cache, partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numba
 import numpy as np
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from mergepipe_pipeline.storage.read_batch import ReadBatch
 
 _nearest = numba.njit(inline="always")(nearest)
+#: Numbers that become values while they lie in the cache.
+_TILE_ELEMS = 1 << 12
 
 
 def read_values(
@@ -79,13 +81,16 @@ def _decode(
     `scales` come with the number of the first of them; `zeros`, if any, lie beside them.
     """
     start, stop, first = places
-    is_plain = codes.dtype == "F32"
-    values = np.frombuffer(out, np.float32) if is_plain else np.empty(stop - start, np.float32)
     shape = (*codes.matrix, *codes.block, *codes.grid, int(codes.scales.numel > 1))
-    sizes = np.array(shape, np.int64)
-    is_half = N_BITS[codes.element] == 4
-    decode_run(raw, first, is_half, table, *scales, zeros, sizes, start, values)
-    if not is_plain:
+    coded = raw, first, N_BITS[codes.element] == 4, table, small_float(codes.element)
+    scaled = *scales, zeros, np.array(shape, np.int64), start
+    if codes.dtype == "F32":
+        decode_run(*coded, *scaled, np.frombuffer(out, np.float32))
+    elif codes.dtype == "BF16":
+        decode_run_bfloat16(*coded, *scaled, np.frombuffer(out, np.uint16))
+    else:
+        values = np.empty(stop - start, np.float32)
+        decode_run(*coded, *scaled, values)
         _put(values, codes.dtype, out)
 
 
@@ -95,6 +100,7 @@ def decode_run(
     first_code: int,
     is_half: bool,
     table: F32Array,
+    form: SmallFloat,
     scales: F32Array,
     first_scale: int,
     zeros: F32Array,
@@ -102,16 +108,92 @@ def decode_run(
     start: int,
     out: F32Array,
 ) -> None:
-    """Fill `out` with values [start, start + n): (table[code] − zero) · scale.
+    """Fill `out` with values [start, start + n): (number of the code − zero) · scale.
 
     Args:
         raw: codes as stored, from that of element `first_code` on.
         is_half: two codes lie in a byte, the lower bits first.
         table: [256] or [16], the number of each code.
+        form: how the number follows from the code's bits, if it does.
         scales: float32, from number `first_scale` on; `zeros`, if any, lie beside them.
         sizes: int64 [7], rows and columns of a matrix, of a block, of the grid of scales, and
             whether there are several scales.
     """
+    for at in range(0, len(out), _TILE_ELEMS):
+        tile, code = out[at : at + _TILE_ELEMS], start + at - first_code
+        _fill_numbers(raw, code, is_half, table, form, tile)
+        _scale(scales, first_scale, zeros, sizes, start + at, tile)
+
+
+@cached_njit(nogil=True)
+def decode_run_bfloat16(
+    raw: U8Array,
+    first_code: int,
+    is_half: bool,
+    table: F32Array,
+    form: SmallFloat,
+    scales: F32Array,
+    first_scale: int,
+    zeros: F32Array,
+    sizes: Any,
+    start: int,
+    out: U16Array,
+) -> None:
+    """Fill `out` with the nearest bfloat16 to what `decode_run` gives."""
+    values = np.empty(_TILE_ELEMS, np.float32)
+    for at in range(0, len(out), _TILE_ELEMS):
+        rounded, code = out[at : at + _TILE_ELEMS], start + at - first_code
+        tile = values[: len(rounded)]
+        _fill_numbers(raw, code, is_half, table, form, tile)
+        _scale(scales, first_scale, zeros, sizes, start + at, tile)
+        round_to_bfloat16(tile.view(np.uint32), rounded)
+
+
+@cached_njit(nogil=True)
+def _fill_numbers(
+    raw: U8Array, code: int, is_half: bool, table: F32Array, form: SmallFloat, out: F32Array
+) -> None:
+    """Fill `out` [n] with the numbers of codes [code, code + n) of `raw`."""
+    n = len(out)
+    if is_half:
+        if code & 1:
+            out[0] = table[raw[code >> 1] >> 4]
+        skipped = code & 1
+        pairs, inside = out[skipped:], raw[(code + skipped) >> 1 :]
+        for i in range(len(pairs) >> 1):
+            two = inside[i]
+            pairs[2 * i] = table[two & 15]
+            pairs[2 * i + 1] = table[two >> 4]
+        if len(pairs) & 1:
+            pairs[-1] = table[inside[len(pairs) >> 1] & 15]
+    elif form.least:
+        # Computed, as a look-up for each element takes several times as long.
+        codes = raw[code : code + n]
+        for i in range(n):
+            out[i] = _small_float_of(np.uint32(codes[i]), form)
+    else:
+        codes = raw[code : code + n]
+        for i in range(n):
+            out[i] = table[codes[i]]
+
+
+@numba.njit(inline="always")
+def _small_float_of(code: Any, form: Any) -> Any:
+    """The number of a float of eight bits."""
+    size = np.uint32(code & np.uint32(127))
+    subnormal = np.float32(np.int32(size)) * form.least
+    bits = np.uint32(np.uint32(size * form.step) + form.exponent)
+    bits = np.float32(subnormal).view(np.uint32) if size < form.normal else bits
+    bits = np.uint32(0x7F800000) if size == form.infinity else bits
+    bits = np.uint32(0x7FC00000) if size > form.last else bits
+    return np.uint32(bits | ((code & np.uint32(128)) << np.uint32(24))).view(np.float32)
+
+
+@cached_njit(nogil=True)
+def _scale(
+    scales: F32Array, first_scale: int, zeros: F32Array, sizes: Any, start: int, out: F32Array
+) -> None:
+    """Make values [start, start + n) of the numbers in `out`; see `decode_run`."""
     n_rows, n_cols, block_rows, block_cols = sizes[0], sizes[1], sizes[2], sizes[3]
     grid_rows, grid_cols, has_many = sizes[4], sizes[5], sizes[6]
     in_runs = block_rows == 1 and n_cols % block_cols == 0  # scales follow each other as codes do
@@ -127,15 +209,10 @@ def decode_run(
             grid_row = row // n_rows * grid_rows + row % n_rows // block_rows
             end = min(n, at + min(block_cols - col % block_cols, n_cols - col))
             number = has_many * (grid_row * grid_cols + col // block_cols - first_scale)
-        scale, code = scales[number], start - first_code
-        zero = zeros[number] if len(zeros) else np.float32(0)
-        if is_half:
-            for i in range(at, end):
-                bits = (raw[(code + i) >> 1] >> (((code + i) & 1) << 2)) & 15
-                out[i] = (table[bits] - zero) * scale
-        else:
-            for i in range(at, end):
-                out[i] = (table[raw[code + i]] - zero) * scale
+        scale, zero = scales[number], zeros[number] if len(zeros) else np.float32(0)
+        run = out[at:end]
+        for i in range(len(run)):
+            run[i] = (run[i] - zero) * scale
         at = end
 
 
@@ -249,6 +326,31 @@ def _table(codes: Codes, stored: str) -> F32Array:
 
 #: Bits of the fraction, and the bias of the exponent.
 _SMALL_FLOATS: dict[Element, tuple[int, int]] = {"F8_E4M3": (3, 7), "F8_E5M2": (2, 15)}
+
+
+class SmallFloat(NamedTuple):
+    """How a float32 follows from the bits of a smaller one, whose size is its bits without a sign.
+
+    `least` is the smallest number (0: there is no such form). A size from `normal` on, times
+    `step` and with `exponent` added to it, is the float32's; above `last` it is none.
+    """
+
+    least: np.float32
+    normal: np.uint32
+    step: np.uint32
+    exponent: np.uint32
+    infinity: np.uint32
+    last: np.uint32
+
+
+def small_float(element: Element) -> SmallFloat:
+    """How the numbers of an element follow from its bits."""
+    if element not in _SMALL_FLOATS:
+        return SmallFloat(np.float32(0), *(np.uint32(0),) * 5)
+    n_fraction, bias = _SMALL_FLOATS[element]
+    infinity, last = (255, 126) if element == "F8_E4M3" else (124, 124)  # E4M3 has no infinity
+    sizes = 1 << n_fraction, 1 << (23 - n_fraction), (127 - bias) << 23, infinity, last
+    return SmallFloat(np.float32(2.0 ** (1 - bias - n_fraction)), *map(np.uint32, sizes))
 
 
 @cache

@@ -17,7 +17,7 @@ import numpy as np
 
 from mergepipe_pipeline.analysis.kernels import count_in_bin_bfloat16
 from mergepipe_pipeline.bfloat16 import nearest
-from mergepipe_pipeline.checkpoints.codes import decode_run, round_to_bfloat16
+from mergepipe_pipeline.checkpoints.codes import decode_run, decode_run_bfloat16, small_float
 from mergepipe_pipeline.checkpoints.fp8_blocks import code_rows
 from mergepipe_pipeline.domain.stats import HIST_SHIFT
 from mergepipe_pipeline.jit import kernel_cache, kernel_sources
@@ -70,8 +70,10 @@ def compile_kernels() -> Path:
     values, codes = np.zeros((1, 1), np.float32), np.zeros((1, 1), np.uint8)
     code_rows(values, codes, np.zeros(1, np.float32))
     sizes, table = np.ones(7, np.int64), np.zeros(256, np.float32)
-    decode_run(codes[0], 0, False, table, values[0], 0, values[0], sizes, 0, values[0])
-    round_to_bfloat16(values[0].view(np.uint32), np.zeros(1, np.uint16))
+    coded = codes[0], 0, False, table, small_float("F8_E4M3")
+    scaled = values[0], 0, values[0], sizes, 0
+    decode_run(*coded, *scaled, values[0])
+    decode_run_bfloat16(*coded, *scaled, np.zeros(1, np.uint16))
     return kernel_cache()
 
 

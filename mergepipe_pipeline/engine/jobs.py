@@ -1,7 +1,7 @@
 """What all windows of one output tensor share: its inputs, and the way it is computed.
 
 Decides the way, reads nothing: stored bytes as they are, the base in another type, the compiled
-kernel on stored bfloat16, on float32 rows of a chunk or of a window, or the operator in torch.
+kernel on stored bfloat16 or float32, or on float32 rows of a window, or the operator in torch.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Job:
     @property
     def needs_torch(self) -> bool:
         """Whether any window of it is computed by torch, which takes a second to load."""
-        is_compiled = self.kernel is not None and self.is_bfloat16
+        is_compiled = self.kernel is not None and self.stored_dtype is not None
         return not self.unchanged and not (is_compiled and self.task.out_dtype == "BF16")
 
     @property
@@ -97,7 +97,7 @@ class Job:
         held = self.stored_bytes_per_elem + MERGED_BYTES
         if self.sums:
             return held + 4 * len(self.sizes) + _SUMS_BYTES
-        if self.is_copy or (self.kernel is not None and self.is_bfloat16):
+        if self.is_copy or (self.kernel is not None and self.stored_dtype is not None):
             return held
         rows = 4 * len(self.sizes)
         return held + rows + (0 if self.kernel is not None else _OPERATOR_BYTES)
@@ -179,11 +179,18 @@ class Job:
         return all(r.gives_bits for p in packed for r in p.ranges)
 
     @cached_property
-    def is_bfloat16(self) -> bool:
-        """Whether the kernel can work on bytes as they are stored, and on numbers from packs."""
-        is_plain = all(v.dtype == "BF16" and v.low_rank is None for v in self._views)
+    def stored_dtype(self) -> str | None:
+        """The one type of what the kernel can work on as it is stored; None if it cannot.
+
+        With bfloat16 it also works on numbers from packs.
+        """
+        dtypes = {v.dtype for v in self._views}
+        is_packed = any(e.packed for e in self.task.experts)
+        if dtypes not in ({"BF16"}, {"F32"}) or (is_packed and dtypes == {"F32"}):
+            return None
         values = self.gives_bits and all(v.stands_alone for v in self._views)
-        return is_plain and (self.as_delta or values)
+        is_plain = all(v.low_rank is None for v in self._views)
+        return dtypes.pop() if is_plain and (self.as_delta or values) else None
 
     @property
     def _views(self) -> list[TensorView]:
@@ -201,7 +208,8 @@ class Job:
     def is_delta(self) -> tuple[bool, ...]:
         """Per expert, whether what the kernel gets of it is δ, not T."""
         return tuple(
-            not self.is_bfloat16 or e.view.is_delta or not e.view.stored for e in self.task.experts
+            self.stored_dtype is None or e.view.is_delta or not e.view.stored
+            for e in self.task.experts
         )
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
-from mergepipe_pipeline.arrays import F32Array, I64Array, U8Array, U16Array
+from mergepipe_pipeline.arrays import F32Array, I64Array, U8Array
 from mergepipe_pipeline.checkpoints.rows import BaseRow, ExpertRow, verify_part
 from mergepipe_pipeline.checkpoints.stored import (
     Readers,
@@ -155,8 +155,8 @@ class Window(Generic[D]):
         if job.is_copy:
             assert base is not None
             return self._to_bytes(base.values())
-        if job.kernel and job.is_bfloat16:
-            return self._fused(job.kernel, *self._fetch_bits(base))
+        if job.kernel and job.stored_dtype:
+            return self._fused(job.kernel, *self._fetch_stored(base, job.stored_dtype))
         values = base.values() if base else None
         rows = self._fill(self._buffers.rows(len(job.task.experts), self._n), values, base)
         if job.sums:
@@ -240,15 +240,18 @@ class Window(Generic[D]):
             (expert.delta if job.as_delta else expert.value)(row, values)
         return rows
 
-    def _fetch_bits(self, base: BaseRow | None) -> tuple[Stored, Stored, I64Array, F32Array]:
+    def _fetch_stored(
+        self, base: BaseRow | None, dtype: str
+    ) -> tuple[Stored, Stored, I64Array, F32Array]:
         """The kernel's inputs: base [n], rows [p, n], their experts and `steps` [p, tiles].
 
-        Rows hold bits of bfloat16 or numbers from packs, as `steps` says tile by tile. An expert
-        without a part here has none.
+        Rows hold float32, or bits of bfloat16 or numbers from packs, as `steps` says tile by tile.
+        An expert without a part here has none.
         """
         job, n = self._job, self._n
-        base_bits = base.raw.view(np.uint16) if base else np.empty(0, np.uint16)
-        bits = self._buffers.take(len(job.task.experts) * n * 2).view(np.uint16).reshape(-1, n)
+        base_elems = _as_stored(base.raw if base else np.empty(0, np.uint8), dtype)
+        flat = self._buffers.take(len(job.task.experts) * n * itemsize(dtype))
+        rows = _as_stored(flat, dtype).reshape(-1, n)
         steps = np.empty((len(job.task.experts), tiles_of(self._start, n)), np.float32)
         present: list[int] = []
         with job.sources.batch() as batch:
@@ -257,20 +260,20 @@ class Window(Generic[D]):
                 parts = list(clip(job.differing[k], self._start, stop))
                 if not parts and job.as_delta:
                     continue
-                row, step = bits[len(present)], steps[len(present)]
+                row, step = rows[len(present)], steps[len(present)]
                 present.append(k)
                 step[:] = ABSENT if job.as_delta else STORED
                 for a, b in parts if job.as_delta else ():
                     step[self._tiles(a, b)] = STORED
-                self._fill_gaps(row, base_bits, parts, step, is_delta=e.view.is_delta)
-                self._read_bits(k, row, step, batch)
-        self._decode(bits, base_bits, present)
-        return base_bits, bits[: len(present)], np.array(present, np.int64), steps[: len(present)]
+                self._fill_gaps(row, base_elems, parts, step, is_delta=e.view.is_delta)
+                self._read_row(k, row, step, batch)
+        self._decode(rows, base_elems, present)
+        return base_elems, rows[: len(present)], np.array(present, np.int64), steps[: len(present)]
 
     def _fill_gaps(
         self,
-        row: U16Array,
-        base: U16Array,
+        row: Stored,
+        base: Stored,
         parts: Sequence[Range],
         step: F32Array,
         *,
@@ -283,7 +286,7 @@ class Window(Generic[D]):
                 inside = slice(a - self._start, b - self._start)
                 row[inside] = 0 if is_delta else base[inside]
 
-    def _read_bits(self, k: int, row: U16Array, step: F32Array, batch: ReadBatch) -> None:
+    def _read_row(self, k: int, row: Stored, step: F32Array, batch: ReadBatch) -> None:
         """Read what is stored of expert k into `row` [n], and say what its pack gives."""
         job, start = self._job, self._start
         view, verify = job.task.experts[k].view, job.verify[k]
@@ -295,14 +298,16 @@ class Window(Generic[D]):
             if not part.gives_bits:
                 step[self._tiles(part.start_elem, part.stop_elem)] = part.step
 
-    def _decode(self, bits: U16Array, base: U16Array, present: Sequence[int]) -> None:
-        """Put what was read of packs into the rows `bits` [p, n] of the experts `present`."""
+    def _decode(self, rows: Stored, base: Stored, present: Sequence[int]) -> None:
+        """Put what was read of packs into the `rows` [p, n], bfloat16, of the experts `present`."""
         parts = [(row, k, part) for row, k in enumerate(present) for part in self._packed[k]]
-        placed = []
+        if not parts:
+            return
+        bits, base_bits, placed = rows.view(np.uint16), base.view(np.uint16), []
         for row, _, part in parts:
             at = part.start_elem - self._start
             placed.append(Placed(part, row * self._n + at, at))
-        decode_together(placed, base, bits.reshape(-1))
+        decode_together(placed, base_bits, bits.reshape(-1))
         for row, k, part in parts:
             inside = slice(part.start_elem - self._start, part.stop_elem - self._start)
             verify_part(part, bits[row, inside].view(np.uint8), self._job.verify[k])
@@ -384,6 +389,10 @@ def count_cut_off(values: torch.Tensor, codes: torch.Tensor) -> int:
     Some versions of torch make such values NaN instead.
     """
     return int((((codes & 0x7F) == 0x7E) & (values.abs() > _E4M3_ROUNDS_DOWN_TO)).sum())
+
+
+def _as_stored(raw: U8Array, dtype: str) -> Stored:
+    return raw.view(np.float32) if dtype == "F32" else raw.view(np.uint16)
 
 
 def narrowed(values: F32Array) -> U8Array:
