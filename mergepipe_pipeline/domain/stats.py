@@ -23,6 +23,14 @@ HIST_SHIFT = 16
 
 
 @dataclass(frozen=True)
+class Kept:
+    """`block_sq_norm` [blocks]: the expected part of Σδ² that is kept; `most`: an upper limit."""
+
+    block_sq_norm: F64Array
+    most: float
+
+
+@dataclass(frozen=True)
 class Magnitudes:
     """Every |δ| > 0 that occurs in a tensor, counted block by block.
 

@@ -24,7 +24,6 @@ from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.facts.input_segments import checkpoint_inputs
 from mergepipe_pipeline.facts.passes import complete
 from mergepipe_pipeline.operators.steps.sparsify import band_counts, trim_count
-from mergepipe_pipeline.planner.kept_sq_norm import kept_sq_norm
 from mergepipe_pipeline.planner.parts import Place, TensorFacts
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.warehouse import Warehouse
@@ -135,6 +134,9 @@ class AnalysedExpert:
 
         Call it after `add`, where a part of a merge is weighed.
         """
+        # It loads the compiler, which full merges are planned without.
+        from mergepipe_pipeline.planner.kept_sq_norm import kept_sq_norm
+
         for s in (s for s in parts if 0 < s.density < 1 and kind in ("trim", "band")):
             rules = facts.trims.get(s.place), facts.outliers.get(s.place)
             facts.kept[s.place] = kept_sq_norm(self._with_histogram(s.pair), self.grid, *rules)

@@ -6,7 +6,6 @@ stretched to their own size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -16,16 +15,8 @@ import numpy.typing as npt
 from mergepipe_pipeline.arrays import F32Array, F64Array, I64Array, U16Array
 from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.domain.plan import TrimRule
-from mergepipe_pipeline.domain.stats import HIST_SHIFT, TensorStats
+from mergepipe_pipeline.domain.stats import HIST_SHIFT, Kept, TensorStats
 from mergepipe_pipeline.jit import cached_njit
-
-
-@dataclass(frozen=True)
-class Kept:
-    """`block_sq_norm` [blocks]: the expected part of Σδ² that is kept; `most`: an upper limit."""
-
-    block_sq_norm: F64Array
-    most: float
 
 
 class _Delta(NamedTuple):

@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from mergepipe_pipeline.arrays import F64Array, I64Array
+from mergepipe_pipeline.arrays import BoolArray, F32Array, F64Array, I64Array, U32Array
 from mergepipe_pipeline.domain.pack import TIERS, PackedInput, PackedRange
 from mergepipe_pipeline.planner.candidates import Candidates, Choice, Row
 from mergepipe_pipeline.planner.packed_rows import (
@@ -38,23 +38,19 @@ class LevelTable:
 
     def nbytes(self, levels: Levels) -> I64Array:
         """Bytes that are read of each candidate; of factors, with the first that needs them."""
-        from mergepipe_pipeline.planner.hulls import at_levels
-
         out = np.where(levels == ORIGINAL, self.candidates.nbytes, 0)
         for cut, of in self._packed(levels):
-            at_levels(levels[cut], of.packed.nbytes, NO_LEVELS, out[cut])
+            _put(levels[cut], of.packed.nbytes, NO_LEVELS, out[cut])
             first, nbytes = factors_read(levels[cut], of.packed)
             out[cut.start + first] += nbytes
         return out
 
     def residual_sq(self, levels: Levels) -> F64Array:
         """‖δ − δ̂‖² of each candidate at most, without its coefficient; 0 for what is exact."""
-        from mergepipe_pipeline.planner.hulls import at_levels
-
         c = self.candidates
         out = np.where(levels == NOTHING, self.delta_sq, 0.0)
         for cut, of in self._packed(levels):
-            at_levels(levels[cut], of.packed.residual_sq, of.exact, out[cut])
+            _put(levels[cut], of.packed.residual_sq, of.exact, out[cut])
         out[c.zero] = 0.0
         return out
 
@@ -115,13 +111,11 @@ def factors_read(levels: Levels, packed: PackedRow) -> tuple[int, int]:
 
 def packed_input(row: Row, levels: Levels, block_elems: int) -> PackedInput | None:
     """Return the ranges of a row's pack that its levels read; None for none."""
-    from mergepipe_pipeline.planner.hulls import at_levels
-
     of = row.levels
     if of is None or not _is_packed(levels).any():
         return None
     nbytes = np.zeros(len(levels), np.int64)
-    at_levels(levels, of.packed.nbytes, NO_LEVELS, nbytes)
+    _put(levels, of.packed.nbytes, NO_LEVELS, nbytes)
     starts = np.flatnonzero(np.diff(levels, prepend=-1))
     elems = np.minimum(np.append(starts, len(levels)) * block_elems, row.numel).tolist()
     runs = zip(
@@ -148,6 +142,15 @@ def _least_exact(of: RowLevels) -> tuple[I64Array, Levels]:
     nbytes = np.where(can, of.packed.nbytes.astype(np.int64), np.iinfo(np.int64).max)
     level = nbytes.argmin(axis=0)
     return nbytes.min(axis=0), (1 + level).astype(np.int8)
+
+
+def _put(
+    levels: Levels, table: U32Array | F32Array, skip: BoolArray, out: I64Array | F64Array
+) -> None:
+    # It loads the compiler, which plans that read no pack do without.
+    from mergepipe_pipeline.planner.hulls import at_levels
+
+    at_levels(levels, table, skip, out)
 
 
 def _is_packed(numbers: Levels) -> Choice:

@@ -19,12 +19,11 @@ from mergepipe_pipeline.domain.operator import Choosing
 from mergepipe_pipeline.domain.output import is_kept, is_merged, stored_like
 from mergepipe_pipeline.domain.plan import ExpertInput, TensorTask, TrimRule
 from mergepipe_pipeline.domain.recipe import Params, Recipe, TensorRecipe
-from mergepipe_pipeline.domain.stats import SAMPLE_WIDTH, ExpertStats, TensorStats
+from mergepipe_pipeline.domain.stats import SAMPLE_WIDTH, ExpertStats, Kept, TensorStats
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.planner.bounds import Sensitivity
 from mergepipe_pipeline.planner.candidates import Row, lay_out
-from mergepipe_pipeline.planner.kept_sq_norm import Kept
 from mergepipe_pipeline.planner.levels import LevelTable
 from mergepipe_pipeline.planner.packed_rows import Packs, row_levels
 from mergepipe_pipeline.planner.samples import Samples, Simulate

@@ -1,15 +1,19 @@
-"""Operators on samples of deltas: what planning simulates with. No file is read."""
+"""Operators on samples of deltas: what planning simulates with. No file is read.
+
+NumPy does the steps of a `FusedMerge` that draws no random numbers, and gives the same numbers: the
+compiled loops take longer to load than all samples of a merge to be merged.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mergepipe_pipeline.arrays import F32Array
-from mergepipe_pipeline.domain.plan import TensorTask
+from mergepipe_pipeline.arrays import BoolArray, F32Array
+from mergepipe_pipeline.domain.plan import TensorTask, TrimRule
 from mergepipe_pipeline.operators import OPERATORS, Operator, Window
-from mergepipe_pipeline.operators.steps.fused_kernel import FusedKernel
+from mergepipe_pipeline.operators.steps.fused import FusedMerge, FusedRow
 
 Samples = F32Array
 
@@ -22,8 +26,14 @@ def simulation_of(task: TensorTask) -> Callable[[Samples], Samples]:
     operator = OPERATORS[task.operator]
     if operator.fused is None:
         return lambda deltas: _in_torch(operator, task, deltas)
-    count = len(task.experts)
-    kernel = FusedKernel(operator.fused(task), (True,) * count)
+    fused, count = operator.fused(task), len(task.experts)
+    used = {k: row for k, row in enumerate(fused.rows) if row is not None}
+    if fused.mix != "values" and all(row.stream is None for row in used.values()):
+        return lambda deltas: _in_numpy(fused, list(used.values()), deltas[list(used)])
+
+    from mergepipe_pipeline.operators.steps.fused_kernel import FusedKernel
+
+    kernel = FusedKernel(fused, (True,) * count)
 
     def simulate(deltas: Samples) -> Samples:
         n = deltas.shape[1]
@@ -32,6 +42,43 @@ def simulation_of(task: TensorTask) -> Callable[[Samples], Samples]:
         return update
 
     return simulate
+
+
+def _in_numpy(fused: FusedMerge, rows: Sequence[FusedRow], deltas: Samples) -> Samples:
+    """Merge `deltas` [rows, n], which are overwritten."""
+
+    def column(name: str) -> F32Array:
+        return np.array([[getattr(row, name)] for row in rows], np.float32)
+
+    with np.errstate(all="ignore"):  # as compiled loops are
+        for row, delta in zip(rows, deltas, strict=True):
+            if row.trim is not None:
+                delta *= _kept(delta, row.trim)
+            if row.outliers is not None:
+                delta *= ~_kept(delta, row.outliers)
+        deltas *= column("scale")
+        deltas /= column("divisor")
+        weight = column("weight")
+        deltas *= weight
+        total: Samples = deltas.sum(axis=0)
+        if fused.mix == "vote":
+            sign = np.where(total >= 0, np.float32(1), np.float32(-1))
+            deltas *= sign  # what agrees is positive
+            total = np.maximum(deltas, 0).sum(axis=0)
+            if fused.normalize:
+                share = (weight * (deltas > 0)).sum(axis=0)
+                total /= np.where(share != 0, share, 1)
+            total *= sign
+        else:
+            total /= np.float32(fused.divisor)
+        return total * np.float32(fused.lambda_)
+
+
+def _kept(delta: Samples, rule: TrimRule) -> BoolArray:
+    size, threshold = np.abs(delta), np.uint32(rule.threshold_bits).view(np.float32)
+    kept: BoolArray = size > threshold
+    kept[: rule.tie_stop_elem] |= size[: rule.tie_stop_elem] == threshold
+    return kept
 
 
 def _in_torch(operator: Operator, task: TensorTask, deltas: Samples) -> Samples:

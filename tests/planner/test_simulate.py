@@ -1,4 +1,4 @@
-"""Operators on samples of deltas: compiled and in torch they give the same."""
+"""Operators on samples of deltas: compiled, in NumPy and in torch they give the same."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ N, WEIGHTS = 4096, (1.0, 0.5, -0.25)
 def task_of(method: str, params: dict[str, float | bool]) -> TensorTask:
     """A task on three experts that keeps about half of each delta."""
     rule = TrimRule(int(np.float32(0.7).view(np.uint32)), N // 2)
+    above = TrimRule(int(np.float32(1.9).view(np.uint32)), N // 3)
     view = TensorView("t", "F32", (N,), (), ())
     experts = tuple(
-        ExpertInput(n, view, "", tuple({"weight": w, **params}.items()), (), (), trim=rule)
+        ExpertInput(n, view, "", tuple({"weight": w, **params}.items()), (), (), rule, above)
         for n, w in enumerate(WEIGHTS)
     )
     normal = (("normalize", True), ("lambda", 1.5))
@@ -33,12 +34,14 @@ def task_of(method: str, params: dict[str, float | bool]) -> TensorTask:
         ("ties", {"density": 0.5}),
         ("dare_ties", {"density": 0.5}),
         ("breadcrumbs_ties", {"density": 0.5, "gamma": 0.01}),
+        ("breadcrumbs", {"density": 0.5, "gamma": 0.01}),
     ],
 )
 def test_compiled_samples_are_merged_as_torch_merges_them(
     monkeypatch: pytest.MonkeyPatch, method: str, params: dict[str, float | bool]
 ) -> None:
     deltas = np.random.default_rng(0).normal(size=(3, N)).astype(np.float32)
+    deltas[1, ::7] = deltas[2, ::5] = np.float32(0.7)  # ties with the threshold
     task = task_of(method, params)
     assert OPERATORS[method].fused is not None
     compiled = simulation_of(task)(deltas.copy())
