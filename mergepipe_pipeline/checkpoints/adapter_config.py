@@ -145,7 +145,7 @@ class AdapterConfig(BaseModel):
     rows of retrained tokens by the module's name (empty: any).
     """
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, defer_build=True)  # most merges have no adapter
 
     r: _Rank = 8
     lora_alpha: _Number = 8.0

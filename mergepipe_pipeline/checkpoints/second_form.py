@@ -28,7 +28,8 @@ def refuse_another_model(
 
     At addresses shapes alone are compared: a sample of each tensor costs a request.
     """
-
+    if not second:
+        return
     is_far = isinstance(source, FetchedAhead)
 
     def place(t: TensorEntry) -> tuple[str, int, int]:

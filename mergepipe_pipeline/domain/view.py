@@ -259,13 +259,13 @@ def sources_of(view: TensorView) -> frozenset[int]:
 
 def _renumbered(view: TensorView, number: Callable[[int], int]) -> TensorView:
     def part(p: Part) -> Part:
-        return replace(p, source=number(p.source))
+        return Part(number(p.source), p.entry, p.codes)
 
-    return replace(
-        view,
-        stored=tuple(part(p) for p in view.stored),
-        low_rank=view.low_rank and view.low_rank.with_parts(part),
-    )
+    # Plans have one for each tensor of each expert; `replace` takes ten times as long.
+    stored = tuple([part(p) for p in view.stored])
+    low_rank = view.low_rank and view.low_rank.with_parts(part)
+    own = view.name, view.dtype, view.shape
+    return TensorView(*own, stored, view.runs, view.is_delta, low_rank)
 
 
 def cropped(view: TensorView, n_rows: int, axis: int = 0) -> TensorView:

@@ -46,12 +46,12 @@ from mergepipe_pipeline.facts.damaged_packs import experts_of, set_aside
 from mergepipe_pipeline.facts.input_segments import plan_inputs
 from mergepipe_pipeline.progress import Advance, Progress, Silent
 from mergepipe_pipeline.snapshots.commit import Checked
-from mergepipe_pipeline.snapshots.mirror import Mirror
 from mergepipe_pipeline.storage.sums import SumsLostError, sums_beside
 from mergepipe_pipeline.warehouse import Warehouse
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.engine.execute import LayerRunner
+    from mergepipe_pipeline.snapshots.mirror import Mirror
 
 
 _LOG = logging.getLogger("mergepipe")

@@ -29,9 +29,12 @@ from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.warehouse import Warehouse
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sparsified:
-    """One expert's sparsified part of one output tensor, with all that its facts depend on."""
+    """One expert's sparsified part of one output tensor, with all that its facts depend on.
+
+    Facts are gathered by it: it is hashed as the one object that it is, not by all its fields.
+    """
 
     place: Place
     pair: Pair

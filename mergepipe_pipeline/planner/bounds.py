@@ -108,12 +108,11 @@ def _of_means(
     which does not limit what is approximated.
     """
     is_part: Choice = np.any((leftover == 0) & (sq_norm > 0) | is_near, axis=1)  # [touched]
-    total = 0.0
-    for i, row in enumerate(group.rows):
-        cap = row.kept_sq_norm
+    total, cap = 0.0, np.array([row.kept_sq_norm for row in group.rows])  # [E], as both below
+    with np.errstate(invalid="ignore"):  # of infinities
         for factor, here in ((2, is_part), (1, ~is_part)):
-            near = float(sq_norm[here & is_near[:, i], i].sum())
-            exact = min(cap, float(sq_norm[here & ~is_near[:, i], i].sum()))
-            total += reach[i] ** 2 * factor * (near + exact)
+            near = sq_norm.sum(axis=0, where=here[:, None] & is_near)
+            exact = np.minimum(cap, sq_norm.sum(axis=0, where=here[:, None] & ~is_near))
+            total += float((reach**2 * factor * (near + exact)).sum())
             cap -= exact
     return total

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -98,10 +98,12 @@ class Candidates:
 
     def shared_nbytes(self, read: Choice) -> int:
         """Bytes of scales that stand at several of the blocks that are read, and are read once."""
-        shared, elems = 0, self.grid.block_elems
-        for r, cut in zip(self.rows, self.row_slices(), strict=True):
+        shared = 0
+        if all(r.coded is None for r in self.rows):
+            return shared
+        for r, cut, ranges in zip(self.rows, self.row_slices(), self.ranges(read), strict=True):
             if r.coded is not None and r.bundle_nbytes is None:
-                once = r.coded.read_nbytes(ranges_of(read[cut], elems, r.numel))
+                once = r.coded.read_nbytes(ranges)
                 shared += int(self.nbytes[cut][read[cut]].sum()) - once
         return shared
 
@@ -109,6 +111,18 @@ class Candidates:
     def gain(self) -> F64Array:
         """‖c·δ‖² of each candidate."""
         return np.square(self.coefficient * self.norm)
+
+    def ranges(self, taken: Choice) -> list[tuple[Range, ...]]:
+        """The runs of `taken` candidates of each row, as element ranges."""
+        new = np.diff(self.row, prepend=-1) != 0  # [candidates], as all masks here
+        starts = np.flatnonzero(taken & (new | ~np.roll(taken, 1)))
+        stops = np.flatnonzero(taken & np.roll(new | ~taken, -1))
+        row, elems = self.row[starts], self.grid.block_elems
+        numel = np.array([r.numel for r in self.rows], np.int64)[row]
+        edges = self.block[starts] * elems, np.minimum((self.block[stops] + 1) * elems, numel)
+        runs = zip(*(edge.tolist() for edge in edges), strict=True)
+        counts = np.bincount(row, minlength=len(self.rows))
+        return [tuple(islice(runs, n)) for n in counts.tolist()]
 
     def row_slices(self) -> list[slice]:
         """The slice of candidates that belongs to each row."""
@@ -243,10 +257,3 @@ def _costs(
     nbytes = np.where(is_bundled, np.where(block == 0, bundle_nbytes, 0), nbytes)
     unit = np.cumsum(~is_bundled | (block == 0)) - 1
     return nbytes, unit
-
-
-def ranges_of(taken: Choice, block_elems: int, numel: int) -> tuple[Range, ...]:
-    """Runs of blocks as element ranges."""
-    edges = np.flatnonzero(np.concatenate([taken[:1], taken[1:] != taken[:-1], taken[-1:]]))
-    elems = np.minimum(edges * block_elems, numel).tolist()
-    return tuple(zip(elems[::2], elems[1::2], strict=True))

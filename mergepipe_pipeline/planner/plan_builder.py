@@ -29,7 +29,7 @@ from mergepipe_pipeline.domain.recipe import Recipe, TensorRecipe
 from mergepipe_pipeline.domain.stats import ExpertStats
 from mergepipe_pipeline.domain.view import TensorView, moved
 from mergepipe_pipeline.operators import OPERATORS
-from mergepipe_pipeline.planner.candidates import Candidates, ranges_of
+from mergepipe_pipeline.planner.candidates import Candidates
 from mergepipe_pipeline.planner.constraints import Names
 from mergepipe_pipeline.planner.levels import Levels, packed_input
 from mergepipe_pipeline.planner.packed_rows import NOTHING, ORIGINAL, Packs
@@ -167,29 +167,33 @@ class PlanBuilder:
         return view_digest(of.views[tensor], digests)
 
     def _merged_tasks(self, candidates: Candidates, levels: Levels) -> dict[str, TensorTask]:
-        rows = zip(candidates.rows, candidates.row_slices(), strict=True)
+        rows = zip(
+            candidates.rows,
+            candidates.row_slices(),
+            candidates.ranges((levels != NOTHING) | candidates.zero),
+            candidates.ranges(levels == ORIGINAL),
+            strict=True,
+        )
         elems = candidates.grid.block_elems
         out = {}
         for part in self._parts.all:
             t = part.recipe
             experts = []
             for i, entry in enumerate(t.inputs if part.operator != "copy" else ()):
-                row, cut = next(rows)
-                taken, zero = levels[cut], candidates.zero[cut]
-                view = self._view(entry.model, entry.tensor)
+                row, cut, covered, read = next(rows)
                 experts.append(
                     ExpertInput(
                         position=entry.position,
-                        view=view,
+                        view=self._view(entry.model, entry.tensor),
                         digest=self._digest(entry.model, entry.tensor),
                         params=part.model_params[i],
-                        covered=ranges_of((taken != NOTHING) | zero, elems, view.numel),
-                        read=ranges_of(taken == ORIGINAL, elems, view.numel),
+                        covered=covered,
+                        read=read,
                         trim=self._facts.trims.get((t.name, i)),
                         outliers=self._facts.outliers.get((t.name, i)),
                         scale=self._facts.scales.get((t.name, i), 1.0),
                         l1=self._facts.l1s.get((t.name, i)),
-                        packed=packed_input(row, taken, elems),
+                        packed=packed_input(row, levels[cut], elems),
                     )
                 )
             out[t.name] = TensorTask(

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from json import JSONDecodeError
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from mergepipe_pipeline.digest import digest_json, new_hash
@@ -48,6 +49,16 @@ class RemoteFile:
         if len(self.content) == _SHA256_HEX:
             return new_hash()
         return hashlib.sha1(b"blob %d\0" % self.nbytes, usedforsecurity=False)
+
+
+@dataclass(frozen=True, slots=True)
+class OutgoingFile:
+    """One file of a model folder: its name there, its digest and size, and its path or bytes."""
+
+    name: str
+    sha256: str
+    nbytes: int
+    content: Path | bytes
 
 
 def is_digest(content: object) -> bool:

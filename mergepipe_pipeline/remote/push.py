@@ -25,7 +25,7 @@ from mergepipe_pipeline.progress import Advance
 from mergepipe_pipeline.remote.address import HUB, Address
 from mergepipe_pipeline.remote.bucket import Bucket, Entry
 from mergepipe_pipeline.remote.clients import hub_api, need
-from mergepipe_pipeline.remote.listing import failures_named
+from mergepipe_pipeline.remote.listing import OutgoingFile, failures_named
 from mergepipe_pipeline.storage.forms import MAX_NBYTES
 from mergepipe_pipeline.text import listed
 
@@ -38,16 +38,6 @@ _BRANCH = "main"
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 _CONFLICT = 412
 _MOST_NAMED = 5
-
-
-@dataclass(frozen=True, slots=True)
-class OutgoingFile:
-    """One file of a model folder: its name there, its digest and size, and its path or bytes."""
-
-    name: str
-    sha256: str
-    nbytes: int
-    content: Path | bytes
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from mergepipe_pipeline.domain.snapshot import (
 )
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.remote.address import SCHEMES
-from mergepipe_pipeline.remote.push import OutgoingFile
+from mergepipe_pipeline.remote.listing import OutgoingFile
 from mergepipe_pipeline.snapshots.commit import present, wrong_bytes
 from mergepipe_pipeline.snapshots.find import files_below, read_manifest
 from mergepipe_pipeline.snapshots.model_folder import (

@@ -36,7 +36,8 @@ from mergepipe_pipeline.packs.portable import (
 )
 from mergepipe_pipeline.packs.store import Pack
 from mergepipe_pipeline.progress import Progress, Silent
-from mergepipe_pipeline.remote.push import OutgoingFile, Parcel, PushResult, push_parcel
+from mergepipe_pipeline.remote.listing import OutgoingFile
+from mergepipe_pipeline.remote.push import Parcel, PushResult, push_parcel
 from mergepipe_pipeline.resolution.locate import Places, locate_registered
 from mergepipe_pipeline.resolution.open_models import open_pair
 from mergepipe_pipeline.snapshots.leases import Need
