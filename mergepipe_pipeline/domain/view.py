@@ -211,6 +211,14 @@ class TensorView:
         return sum(part.read_nbytes(ranges) for part, ranges in self.parts_read(read))
 
     @property
+    def layout(self) -> str:
+        """What tells how many stored bytes ranges of it are, from where they lie apart."""
+        parts = [
+            (p.codes and p.codes.rule, [(e.dtype, e.shape) for e in p.entries]) for p in self.stored
+        ]
+        return repr((self.shape, self.runs, parts))
+
+    @property
     def stands_alone(self) -> bool:
         """Whether its values need no base."""
         return bool(self.stored) and not self.is_delta

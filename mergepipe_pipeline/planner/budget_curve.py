@@ -107,7 +107,9 @@ def budget_curve(
         nbytes_total=total,
         update_norm=update.error,
         points=tuple(points),
-        chosen=_point(chosen, budget.resolve(total), own),
+        chosen=_point(
+            chosen, budget.resolve(total), own, chosen.problem.read_nbytes(chosen.levels)
+        ),
         best=best,
         knee=knee_of([p for p in points if p.strategy == best]),
         left_out=tuple(s for s, b in budgets.items() if b.resolve(total) not in drawn),
@@ -125,11 +127,17 @@ def _points(q: PlanningProblem, strategy: str, budgets: Sequence[Budget]) -> lis
     ]
 
 
-def _point(s: Selection, budget_bytes: int | None, prediction: Prediction) -> Point:
+def _point(
+    s: Selection, budget_bytes: int | None, prediction: Prediction, nbytes: int | None = None
+) -> Point:
+    """A point of so many bytes; by default what blocks cost one by one, at most all there are."""
+    if nbytes is None:
+        own = int(s.problem.table.nbytes(s.levels).sum())
+        nbytes = min(own, s.problem.candidates.total_nbytes)
     return Point(
         strategy=s.strategy,
         budget_bytes=budget_bytes,
-        nbytes=s.problem.read_nbytes(s.levels),
+        nbytes=nbytes,
         error=prediction.error,
         margin=prediction.margin,
         bound=s.problem.bound(s.levels).value,

@@ -101,10 +101,13 @@ class Candidates:
         shared = 0
         if all(r.coded is None for r in self.rows):
             return shared
+        known = dict[tuple[str, tuple[Range, ...]], int]()  # of what is read whole, above all
         for r, cut, ranges in zip(self.rows, self.row_slices(), self.ranges(read), strict=True):
             if r.coded is not None and r.bundle_nbytes is None:
-                once = r.coded.read_nbytes(ranges)
-                shared += int(self.nbytes[cut][read[cut]].sum()) - once
+                once = (r.coded.layout, ranges)
+                if once not in known:
+                    known[once] = r.coded.read_nbytes(ranges)
+                shared += int(self.nbytes[cut][read[cut]].sum()) - known[once]
         return shared
 
     @property
@@ -246,11 +249,13 @@ def _costs(
     nelems = np.minimum(numel, (block + 1) * grid.block_elems) - block * grid.block_elems
     nbytes = nelems * np.array([r.itemsize for r in rows], dtype=np.int64)[row]
     starts = np.searchsorted(row, np.arange(len(rows)))  # [rows], in the order of candidates
+    known = dict[str, list[int]]()  # experts of a family, and their layers, lie alike
     for start, r in zip(starts, rows, strict=True):
         if r.coded is not None:
             ranges = [grid.range_of(b, r.numel) for b in range(grid.count(r.numel))]
-            costs = [r.coded.read_nbytes((block,)) for block in ranges]
-            nbytes[start : start + len(costs)] = costs
+            if r.coded.layout not in known:
+                known[r.coded.layout] = [r.coded.read_nbytes((block,)) for block in ranges]
+            nbytes[start : start + len(ranges)] = known[r.coded.layout]
     bundles = [(r.bundle_nbytes is not None, r.bundle_nbytes or 0) for r in rows]
     is_bundled = np.array([bundled for bundled, _ in bundles], np.bool_)[row]
     bundle_nbytes = np.array([n for _, n in bundles], np.int64)[row]
