@@ -26,8 +26,10 @@ from mergepipe_pipeline.storage.source import (
     Batched,
     FetchedAhead,
     FileRange,
+    Lending,
     RangedFiles,
     Reading,
+    Use,
     open_source,
 )
 
@@ -61,6 +63,7 @@ class BlockReader:
     ) -> None:
         self._source = source
         self._batched = source if isinstance(source, Batched) else None
+        self._lending = source if isinstance(source, Lending) else None
         self._checkpoint = checkpoint
         self._allowed = allowed
         self._tally = tally or Tally()
@@ -74,7 +77,7 @@ class BlockReader:
 
         Raises BudgetError outside the access set, CheckpointChangedError if the file is shorter.
         """
-        start_byte = self._start_byte(entry, start_elem, stop_elem, out)
+        start_byte = self._start_byte(entry, start_elem, stop_elem, len(out))
         began = time.perf_counter()
         self._source.read_into(entry.file, start_byte, out)
         self._tally.read_s += time.perf_counter() - began
@@ -95,9 +98,22 @@ class BlockReader:
         if self._batched is None:
             self.read_into(entry, start_elem, stop_elem, out)
             return
-        start_byte = self._start_byte(entry, start_elem, stop_elem, out)
+        start_byte = self._start_byte(entry, start_elem, stop_elem, len(out))
         self._batched.put(batch, entry.file, start_byte, out)
         self._tally.nbytes += len(out)
+
+    def lend(
+        self, batch: ReadBatch, entry: TensorEntry, start_elem: int, stop_elem: int, use: Use
+    ) -> bool:
+        """Let `use` have bytes where they are held, when the batch runs; False if none will be."""
+        nbytes = (stop_elem - start_elem) * itemsize(entry.dtype)
+        start_byte = self._start_byte(entry, start_elem, stop_elem, nbytes)
+        if self._lending is None or not self._lending.lend(
+            batch, entry.file, start_byte, nbytes, use
+        ):
+            return False
+        self._tally.nbytes += nbytes
+        return True
 
     def expect(self, tensors: Iterable[TensorEntry]) -> None:
         """Say that these tensors, whole, are all that will be read."""
@@ -153,20 +169,16 @@ class BlockReader:
                     next_step="run the same command again: it starts from the files as they are",
                 )
 
-    def _start_byte(
-        self, entry: TensorEntry, start_elem: int, stop_elem: int, out: memoryview
-    ) -> int:
+    def _start_byte(self, entry: TensorEntry, start_elem: int, stop_elem: int, nbytes: int) -> int:
         """Where elements [start, stop) begin in their file. Raises BudgetError as `read_into`."""
         if self._allowed is not None:
             self._check(entry, start_elem, stop_elem)
         size = itemsize(entry.dtype)
         if (
-            len(out) != (stop_elem - start_elem) * size
+            nbytes != (stop_elem - start_elem) * size
             or not 0 <= start_elem <= stop_elem <= entry.numel
         ):
-            raise ValueError(
-                f"buffer of {len(out)} bytes for [{start_elem}, {stop_elem}) of {entry}"
-            )
+            raise ValueError(f"buffer of {nbytes} bytes for [{start_elem}, {stop_elem}) of {entry}")
         return entry.start_byte + start_elem * size
 
     def _check(self, entry: TensorEntry, start_elem: int, stop_elem: int) -> None:

@@ -22,6 +22,7 @@ import numpy as np
 from mergepipe_pipeline.arrays import F64Array, U8Array
 from mergepipe_pipeline.checkpoints.rows import BaseRow, ExpertRow
 from mergepipe_pipeline.concurrency.workers import FreeList, TaskQueue, Workers
+from mergepipe_pipeline.domain.blocks import clip
 from mergepipe_pipeline.domain.plan import ExpertInput, TensorTask
 from mergepipe_pipeline.engine.jobs import Job
 from mergepipe_pipeline.engine.sources import SourcePool
@@ -186,18 +187,37 @@ class _PrepassWindow:
         job, task, n = self._job, self._task, self._n
         assert task.base is not None
         sums = np.zeros((len(self._drawn), 2, -(-n // CHUNK_ELEMS)))
-        # One expert after the other in the same buffer: only the base must stay.
+        # One expert after the other in the same buffer, if it is not held: only the base must stay.
         most = max((job.sizes[d.number] for d in self._drawn), default=0)
         buffers.clear(n * (job.sizes[-1] + most), 2)
         buffer = buffers.take(n * job.sizes[-1])
         verify = None if all(d.compares_norm for d in self._drawn) else job.verify_base
         base = BaseRow(self._sources.base_before, task.base.view, buffer, job.base_update, verify)
+        both = zip(self._drawn, sums, strict=True)
         with ReadBatch() as batch:
             base.fetch(self._start, self._stop, batch)
+            rest = [(d, into) for d, into in both if not self._add_up_held(d, base, into, batch)]
         raw = buffers.take(n * most)
-        for d, into in zip(self._drawn, sums, strict=True):
+        for d, into in rest:
             self._add_up(d, base, raw[: n * job.sizes[d.number]], buffers, into)
         return sums
+
+    def _add_up_held(self, d: _Drawn, base: BaseRow, sums: Sums, batch: ReadBatch) -> bool:
+        """Add up stored bfloat16 where it is held, when the batch runs; False if that is not so."""
+        start, stop, view, base_bits = self._start, self._stop, d.expert.view, base.bits
+        is_whole = tuple(clip(d.expert.read, start, stop)) == ((start, stop),)
+        is_stored = view.dtype == "BF16" and view.is_plain and view.stored[0].codes is None
+        if base_bits is None or not (d.compares_norm and is_whole and is_stored):
+            return False
+
+        def use(raw: memoryview) -> None:
+            bits = np.frombuffer(raw, np.uint16)
+            bits = bits if bits.flags.aligned else bits.copy()
+            kept_l1_bfloat16(bits, base_bits, d.key, start, d.last, sums)
+
+        part = view.stored[0]
+        reader = self._sources.expert_before(part.source)
+        return reader.lend(batch, part.entry, start, stop, use)
 
     def _add_up(
         self, d: _Drawn, base: BaseRow, raw: U8Array, buffers: BufferPool, sums: Sums

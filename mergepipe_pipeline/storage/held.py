@@ -15,7 +15,7 @@ from itertools import chain
 from operator import attrgetter
 
 from mergepipe_pipeline.storage.read_batch import ReadBatch
-from mergepipe_pipeline.storage.source import LocalSource
+from mergepipe_pipeline.storage.source import LocalSource, Use
 from mergepipe_pipeline.storage.uncached import PAGE_NBYTES, page_aligned
 
 #: Buffers are given away in pieces of this length, used again and again, as fresh pages are slow.
@@ -137,22 +137,43 @@ class FirstReading(_Reading):
 
     def put(self, batch: ReadBatch, path: str, start_byte: int, buffer: memoryview) -> None:
         """Do as `read_into` when the batch runs, and hold a copy if there is room."""
-        nbytes = len(buffer)
-        copy = self._room_for(path, start_byte, nbytes)
-        if copy is None:
+        piece = self._put_held(batch, path, start_byte, len(buffer))
+        if piece is None:
             self.source.put(batch, path, start_byte, buffer)
-            return
-        is_kept: list[bool] = []
+        else:
+            batch.copy(piece, buffer)
+
+    def lend(self, batch: ReadBatch, path: str, start_byte: int, nbytes: int, use: Use) -> bool:
+        """Let `use` have bytes when the batch has run, and hold them; False if there is no room."""
+        return self._put_held(batch, path, start_byte, nbytes, use) is not None
+
+    def _put_held(
+        self,
+        batch: ReadBatch,
+        path: str,
+        start_byte: int,
+        nbytes: int,
+        use: Use = lambda _: None,
+    ) -> memoryview | None:
+        """Where bytes will lie when the batch has run; held after their `use`, not before.
+
+        Who reads held bytes again lets them go. None where there is no room.
+        """
+        room = self._room_for(path, start_byte, nbytes)
+        if room is None:
+            return None
+        piece, is_kept = _inside(room, start_byte, nbytes), False
 
         def keep() -> None:
-            self.files.keep(path, start_byte, copy, nbytes)
-            is_kept.append(True)
+            nonlocal is_kept
+            use(piece)
+            self.files.keep(path, start_byte, room, nbytes)
+            is_kept = True
 
-        batch.if_it_fails(lambda: None if is_kept else self.held.give_back(copy))
-        piece = _inside(copy, start_byte, nbytes)
+        batch.if_it_fails(lambda: None if is_kept else self.held.give_back(room))
         self.past.put(batch, path, start_byte, piece, has_room=True)
-        batch.copy(piece, buffer)
         batch.then(keep)
+        return piece
 
     def _room_for(self, path: str, start_byte: int, nbytes: int) -> memoryview | None:
         """A buffer to hold so many bytes in; None where they are held, or no buffer is free."""

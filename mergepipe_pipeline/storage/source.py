@@ -119,6 +119,19 @@ class Batched(Protocol):
         ...
 
 
+#: Gets bytes that stay as they are until it returns.
+Use = Callable[[memoryview], None]
+
+
+@runtime_checkable
+class Lending(Protocol):
+    """Files whose bytes can be looked at where they are held."""
+
+    def lend(self, batch: ReadBatch, path: str, start_byte: int, nbytes: int, use: Use) -> bool:
+        """Let `use` have bytes when the batch has run; False, and nothing, where none are held."""
+        ...
+
+
 class LocalSource(CheckpointSource):
     """A folder, or a single weight file, on a mounted file system. Safe for several threads.
 

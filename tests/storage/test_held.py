@@ -69,10 +69,23 @@ def readings(folder: Path, nbytes: int) -> tuple[HeldBytes, Counted, FirstReadin
 
 
 def read(
-    files: FirstReading | SecondReading, start: int, stop: int, *, together: bool = False
+    files: FirstReading | SecondReading,
+    start: int,
+    stop: int,
+    *,
+    together: bool = False,
+    lent: bool = False,
 ) -> bytes:
     buffer = bytearray(stop - start)
-    if together:
+
+    def use(raw: memoryview) -> None:
+        buffer[:] = raw
+
+    if lent and isinstance(files, FirstReading):
+        with ReadBatch() as batch:
+            if not files.lend(batch, "file", start, stop - start, use):
+                files.put(batch, "file", start, memoryview(buffer))
+    elif together:
         with ReadBatch() as batch:
             middle = (start + stop) // 2
             for a, b in ((start, middle), (middle, stop)):
@@ -93,15 +106,16 @@ def cut(stop: int, length: int) -> list[tuple[int, int]]:
     st.integers(1, _SIZE // 30_000).map(lambda n: n * 30_000),
     st.integers(0, 3),
     st.booleans(),
+    st.booleans(),
 )
 def test_both_readings_give_the_bytes_of_the_file_however_they_are_cut(
-    folder: Path, n_pieces: int, first: int, again: int, repeats: int, together: bool
+    folder: Path, n_pieces: int, first: int, again: int, repeats: int, together: bool, lent: bool
 ) -> None:
     whole = (folder / "file").read_bytes()
     held, source, before, merge = readings(folder, n_pieces * _PIECE)
     for a, b in cut(_SIZE, first):
-        assert read(before, a, b, together=together) == whole[a:b]
-    assert together or all(n == 1 for n in source.asked.values())
+        assert read(before, a, b, together=together, lent=lent) == whole[a:b]
+    assert (together and not lent) or all(n == 1 for n in source.asked.values())
     for _ in range(1 + repeats):  # nobody promises that bytes are merged once
         for a, b in cut(_SIZE, again):
             assert read(merge, a, b, together=together) == whole[a:b]
@@ -112,9 +126,9 @@ def test_both_readings_give_the_bytes_of_the_file_however_they_are_cut(
     assert buffers[-1] is None  # and there is no more of it than was asked for
 
 
-@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize(("together", "lent"), [(False, False), (True, False), (False, True)])
 def test_threads_that_read_the_same_bytes_never_get_those_of_others(
-    folder: Path, together: bool
+    folder: Path, together: bool, lent: bool
 ) -> None:
     whole = (folder / "file").read_bytes()
     _, _, before, merge = readings(folder, 2 * _PIECE)
@@ -123,7 +137,7 @@ def test_threads_that_read_the_same_bytes_never_get_those_of_others(
     def one(turn: int) -> bool:
         for a, b in parts[turn % 7 :: 7]:
             for files in (before, merge):
-                if read(files, a, b, together=together) != whole[a:b]:
+                if read(files, a, b, together=together, lent=lent) != whole[a:b]:
                     return False
         return True
 
@@ -138,6 +152,34 @@ def test_who_reads_what_was_let_go_meanwhile_is_told(folder: Path) -> None:
     assert read(merge, 0, 1000) == read(merge, 0, 1000)  # the piece counts as read whole
     assert held.buffer() is seen.buffer  # which may hold others' bytes now
     assert not merge.files.forget("file", seen, 1000)
+
+
+def test_bytes_are_read_again_only_when_their_first_use_ends(folder: Path) -> None:
+    held, source, before, merge = readings(folder, _PIECE)
+
+    def use(raw: memoryview) -> None:
+        assert read(merge, 0, 2000) == bytes(raw)  # from the file: nothing is held yet
+        assert held.buffer() is None
+
+    with ReadBatch() as batch:
+        assert before.lend(batch, "file", 0, 2000, use)
+        assert not before.lend(batch, "file", 2000, 2000, use)
+    assert source.asked[0] == 2
+    assert read(merge, 0, 2000) == (folder / "file").read_bytes()[:2000]
+    assert source.asked[0] == 2
+    assert held.buffer() is not None
+
+
+def test_a_use_that_fails_holds_nothing(folder: Path) -> None:
+    held, _, before, merge = readings(folder, _PIECE)
+
+    def use(raw: memoryview) -> None:
+        raise ZeroDivisionError(raw)
+
+    with pytest.raises(ZeroDivisionError), ReadBatch() as batch:
+        assert before.lend(batch, "file", 0, 2000, use)
+    assert not merge.files.held("file", 0, 2000)
+    assert held.buffer() is not None
 
 
 def test_storage_hears_only_of_what_it_will_be_asked_for(folder: Path) -> None:

@@ -23,11 +23,11 @@ def tensor_reads() -> Iterator[Reads]:
     lock, real = Lock(), BlockReader._start_byte
 
     def start_byte(
-        self: BlockReader, entry: TensorEntry, start: int, stop: int, out: memoryview
+        self: BlockReader, entry: TensorEntry, start: int, stop: int, nbytes: int
     ) -> int:
-        found = real(self, entry, start, stop, out)
+        found = real(self, entry, start, stop, nbytes)
         with lock:
-            reads[Path(self._checkpoint.root).name, entry.name] += len(out)
+            reads[Path(self._checkpoint.root).name, entry.name] += nbytes
         return found
 
     # Where every read begins, by itself or in a batch.
