@@ -185,7 +185,7 @@ class DirectFile:
         """Write `data`, bytes, next. Raises OSError for this or what was written before."""
         while len(data):
             n = min(len(data), _PIECE_NBYTES - self._filled)
-            self._piece[self._filled : self._filled + n] = data[:n]
+            copy_bytes(data[:n], memoryview(self._piece)[self._filled : self._filled + n])
             self._filled, data = self._filled + n, data[n:]
             if self._filled == _PIECE_NBYTES:
                 self._send()

@@ -1,8 +1,8 @@
 """What a random drop leaves of a delta, summed in one compiled pass: its L1 norm, and all of it.
 
-0.38 ns per element of bfloat16 in cache, 0.55 from memory. The same sums
-for any windows that start at a multiple of CHUNK_ELEMS: `analysis` takes them for a plan, the
-engine for what a plan leaves open.
+0.38 ns per element of bfloat16 in cache, 0.55 from memory. The same sums for any windows that start
+at a multiple of CHUNK_ELEMS: `analysis` takes them for a plan, the engine for what a plan leaves
+open.
 """
 
 from __future__ import annotations
