@@ -16,6 +16,8 @@ from mergepipe_pipeline.operators import OPERATORS, Operator, Window
 from mergepipe_pipeline.operators.steps.fused import FusedMerge, FusedRow
 
 Samples = F32Array
+#: Rules that keep every number, and none.
+_ALL, _NONE = TrimRule(0, 1 << 62), TrimRule(0x7F800000, 0)
 
 
 def simulation_of(task: TensorTask) -> Callable[[Samples], Samples]:
@@ -51,11 +53,10 @@ def _in_numpy(fused: FusedMerge, rows: Sequence[FusedRow], deltas: Samples) -> S
         return np.array([[getattr(row, name)] for row in rows], np.float32)
 
     with np.errstate(all="ignore"):  # as compiled loops are
-        for row, delta in zip(rows, deltas, strict=True):
-            if row.trim is not None:
-                delta *= _kept(delta, row.trim)
-            if row.outliers is not None:
-                delta *= ~_kept(delta, row.outliers)
+        if any(row.trim for row in rows):
+            deltas *= _kept(deltas, [row.trim or _ALL for row in rows])
+        if any(row.outliers for row in rows):
+            deltas *= ~_kept(deltas, [row.outliers or _NONE for row in rows])
         deltas *= column("scale")
         deltas /= column("divisor")
         weight = column("weight")
@@ -74,10 +75,11 @@ def _in_numpy(fused: FusedMerge, rows: Sequence[FusedRow], deltas: Samples) -> S
         return total * np.float32(fused.lambda_)
 
 
-def _kept(delta: Samples, rule: TrimRule) -> BoolArray:
-    size, threshold = np.abs(delta), np.uint32(rule.threshold_bits).view(np.float32)
-    kept: BoolArray = size > threshold
-    kept[: rule.tie_stop_elem] |= size[: rule.tie_stop_elem] == threshold
+def _kept(deltas: Samples, rules: Sequence[TrimRule]) -> BoolArray:
+    size = np.abs(deltas)
+    threshold = np.array([[r.threshold_bits] for r in rules], np.uint32).view(np.float32)
+    stop = np.array([[r.tie_stop_elem] for r in rules])
+    kept: BoolArray = (size > threshold) | (size == threshold) & (np.arange(size.shape[1]) < stop)
     return kept
 
 
