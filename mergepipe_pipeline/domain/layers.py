@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
+from functools import lru_cache
 
 # The first number counts: experts and sub-layers inside a layer have numbers of their own.
 _NUMBERED = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block|resblocks)\.([0-9]{1,9})(?=\.)")
@@ -59,14 +60,18 @@ _BUFFER = re.compile(r"(?:\.|^)(?:inv_freq|position_ids|masked_bias|h\.\d+\.attn
 #: one by one, or the last two of the one after its norm.
 _PROJECTORS = re.compile(r"(?:^|\.)visual\.deepstack_merger_list\.([0-9]{1,9})\.")
 _PROJECTION = re.compile(r"(?:^|\.)visual\.merger\.mlp\.\d+\.")
+#: Plans ask the same of each name for each of their models.
+_of_names = lru_cache(maxsize=1 << 14)
 
 
+@_of_names
 def layer_index(tensor_name: str) -> int | None:
     """The number in `…layers.<n>.…`, or None for embeddings, final norm and head."""
     match = _NUMBERED.search(tensor_name)
     return int(match[1]) if match else None
 
 
+@_of_names
 def layer_stack(tensor_name: str) -> str | None:
     """The text before the layer's number (`model.layers.`), or None outside the layers."""
     match = _NUMBERED.search(tensor_name)
@@ -128,6 +133,7 @@ def layer_order(name: str) -> tuple[int, str]:
     return ({"embed": 0, "head": 2}.get(name, 1), name)
 
 
+@_of_names
 def embedding_like(tensor_name: str) -> bool:
     """Whether dimension 0 is the vocabulary: input embeddings and heads that predict tokens."""
     return bool(_EMBEDDINGS.search(tensor_name) or _OUTPUTS.search(tensor_name))
@@ -177,6 +183,7 @@ def tied_partner(tensor_name: str, names: Collection[str], *, ties: bool = True)
     return inputs[0] if len(inputs) == 1 or (inputs and inputs == shared) else None
 
 
+@_of_names
 def is_optional(tensor_name: str) -> bool:
     """True for what a model may lack without being broken: biases, a tied head, buffers."""
     return (
@@ -207,6 +214,7 @@ def part_that_needs(tensor_name: str) -> str | None:
     return tensor_name[: match.start()] + ("." if match.start() else "")
 
 
+@_of_names
 def is_buffer(tensor_name: str) -> bool:
     """Whether a stored tensor follows from the configuration, so that nobody misses it."""
     return _BUFFER.search(tensor_name) is not None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from mergepipe_pipeline.domain.code_schemes import Scheme, schemes_of
@@ -94,13 +95,22 @@ def stored_form(dtypes: Mapping[str, str], config: Mapping[str, Any]) -> StoredF
     return StoredForm(name, _STEP, settings, coded, schemes_of(settings))
 
 
+@lru_cache(maxsize=1 << 14)  # the models of a plan have the same names
+def _place_of(name: str) -> tuple[str, str] | None:
+    """A tensor's module and its name there; None of what is no weight."""
+    leaf = _LEAF.search(name)
+    if leaf is None or is_buffer(name) or _COUNTS.fullmatch(leaf[1]):
+        return None
+    return name[: leaf.start(1)], leaf[1]
+
+
 def _coded(dtypes: Mapping[str, str], *, is_said: bool) -> Iterator[str]:
     """The names of codes and of what belongs to them; `is_said`: the config says that there are."""
     modules: dict[str, dict[str, str]] = {}
     for name in dtypes:
-        leaf = _LEAF.search(name)
-        if leaf is not None and not is_buffer(name) and not _COUNTS.fullmatch(leaf[1]):
-            modules.setdefault(name[: leaf.start(1)], {})[leaf[1]] = name
+        if (place := _place_of(name)) is not None:
+            module, leaf = place
+            modules.setdefault(module, {})[leaf] = name
     for members in modules.values():
         codes = [leaf for leaf, name in members.items() if _CODE_DTYPES.match(dtypes[name])]
         companions = [leaf for leaf in members if _COMPANION.fullmatch(leaf)]

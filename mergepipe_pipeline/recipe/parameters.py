@@ -60,6 +60,8 @@ def position(layer: int | None, n_layers: int) -> float:
 
 def interpolate(anchors: Sequence[float], t: float) -> float:
     """The value at `t` in [0, 1] of a gradient over evenly spaced anchors; within their range."""
+    if len(anchors) == 1:
+        return float(anchors[0])
     place = t * (len(anchors) - 1)
     left = min(int(place), max(0, len(anchors) - 2))
     a, b = anchors[left], anchors[min(left + 1, len(anchors) - 1)]
