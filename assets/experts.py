@@ -9,18 +9,18 @@ import dagster as dg
 
 from mergepipe_pipeline.assets.labels import owners
 from mergepipe_pipeline.assets.metadata import dependents_link, description, gib
+from mergepipe_pipeline.assets.place import ALONE, Place
 from mergepipe_pipeline.deploy.arrivals import arrival
 from mergepipe_pipeline.deploy.instance import identity_of, own_name
-from mergepipe_pipeline.deploy.recipe_files import StandingFile
+from mergepipe_pipeline.deploy.recipe_files import RecipeFile, StandingFile
 from mergepipe_pipeline.deploy.recorded import reason_to_wait_for
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.resources import MergePipe
-from mergepipe_pipeline.settings import SHARDS
 from mergepipe_pipeline.verbs.index import IndexedExpert, index_arrival
 from mergepipe_pipeline.warehouse import Warehouse
 
-#: The key of the asset whose partitions are the experts.
-EXPERT_INDEX = dg.AssetKey("expert_index")
+#: The key of the asset whose partitions are the experts, in a code location of our own.
+EXPERT_INDEX = ALONE.key("", "expert_index")
 
 #: The tag of a run that names the experts it indexes, with commas between them.
 EXPERTS_TAG = "mergepipe/experts"
@@ -31,24 +31,36 @@ def experts_of(warehouse: Warehouse) -> dg.DynamicPartitionsDefinition:
     return dg.DynamicPartitionsDefinition(name=own_name("experts", identity_of(warehouse)))
 
 
-def experts_used(file: StandingFile) -> dg.AssetDep:
-    """The partitions of the index that a recipe or search uses."""
+def index_key(place: Place) -> dg.AssetKey:
+    """The key of the asset whose partitions are the experts."""
+    return place.key("", "expert_index")
+
+
+def experts_used(file: StandingFile, place: Place) -> list[dg.AssetDep]:
+    """The partitions of the index that a recipe or search uses, and what makes these experts."""
     mapping = dg.SpecificPartitionsPartitionMapping(list(file.members))
-    return dg.AssetDep(EXPERT_INDEX, partition_mapping=mapping)
+    takes_more = isinstance(file, RecipeFile) and (file.selected or file.parsed is None)
+    names = [name for name in place.makers if takes_more or name in file.members]
+    makers = dict.fromkeys(place.makers[name] for name in names)
+    return [dg.AssetDep(index_key(place), partition_mapping=mapping), *map(dg.AssetDep, makers)]
 
 
-def build_expert_index(experts: dg.DynamicPartitionsDefinition) -> dg.AssetsDefinition:
+def build_expert_index(
+    experts: dg.DynamicPartitionsDefinition, place: Place = ALONE
+) -> dg.AssetsDefinition:
     """The asset whose partitions are the experts."""
+    key = index_key(place)
 
     @dg.asset(
-        key=EXPERT_INDEX,
+        key=key,
         partitions_def=experts,
-        group_name="catalog",
+        group_name=place.group_of("catalog"),
         kinds={"python", "parquet"},
         owners=owners(),
         pool="disk_read",
         output_required=False,  # each partition has an event of its own
     )
+    @place.bound
     def expert_index(
         context: dg.AssetExecutionContext, mergepipe: MergePipe
     ) -> Iterator[dg.MaterializeResult[None]]:
@@ -58,7 +70,7 @@ def build_expert_index(experts: dg.DynamicPartitionsDefinition) -> dg.AssetsDefi
         without a change of a byte change nothing downstream. A failure is retried by inbox_sensor:
         three times, or for as long as storage, network or memory fail.
         """
-        _index_each(context, mergepipe, context.partition_keys)
+        _index_each(context, mergepipe, key, context.partition_keys)
         yield from ()  # the events are logged: an output would be one more, that says nothing
 
     # Many partitions that a person asks for are one run.
@@ -69,12 +81,15 @@ def build_expert_index(experts: dg.DynamicPartitionsDefinition) -> dg.AssetsDefi
 USABLE = "usable"
 
 
-def build_usable(experts: dg.DynamicPartitionsDefinition) -> dg.AssetChecksDefinition:
+def build_usable(
+    experts: dg.DynamicPartitionsDefinition, place: Place = ALONE
+) -> dg.AssetChecksDefinition:
     """The check of each partition of the index, which inbox_sensor reports when it changes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", dg.PreviewWarning)  # of partitions of a check
 
-        @dg.asset_check(asset=EXPERT_INDEX, name=USABLE, partitions_def=experts)
+        @dg.asset_check(asset=index_key(place), name=USABLE, partitions_def=experts)
+        @place.bound
         def usable(
             context: dg.AssetCheckExecutionContext, mergepipe: MergePipe
         ) -> dg.AssetCheckResult:
@@ -94,15 +109,10 @@ class Burst(dg.Config):
     experts: list[str]
 
 
-@dg.op(pool="disk_read")
-def index_some(context: dg.OpExecutionContext, config: Burst, mergepipe: MergePipe) -> None:
-    """Index several checkpoints in one process; each is a partition of `expert_index`."""
-    _index_each(context, mergepipe, config.experts)
-
-
 def _index_each(
     context: dg.OpExecutionContext | dg.AssetExecutionContext,
     mergepipe: MergePipe,
+    key: dg.AssetKey,
     names: Sequence[str],
 ) -> None:
     """Index checkpoints one after the other, and report each as it ends.
@@ -115,12 +125,12 @@ def _index_each(
         try:
             done = index_arrival(mergepipe.warehouse, name, packs=mergepipe.packs)
         except (MergePipeError, OSError) as error:
-            context.log_event(_problem(mergepipe.warehouse, name, error))
+            context.log_event(_problem(mergepipe.warehouse, key, name, error))
             failed.append(f"{name}: {error}" if len(names) > 1 else str(error))
             continue
         context.log_event(
             dg.AssetMaterialization(
-                EXPERT_INDEX,
+                key,
                 partition=name,
                 metadata=_metadata(done, started),
                 tags={"dagster/data_version": done.content_sha256},
@@ -130,8 +140,15 @@ def _index_each(
         raise dg.Failure("\n".join(failed), allow_retries=False)
 
 
-def build_burst(shards: int) -> dg.JobDefinition:
+def build_burst(shards: int, place: Place = ALONE) -> dg.JobDefinition:
     """The job that indexes many experts, in so many steps that share them."""
+    key = index_key(place)
+
+    @dg.op(name=place.name("index_some"), pool="disk_read")
+    @place.bound
+    def index_some(context: dg.OpExecutionContext, config: Burst, mergepipe: MergePipe) -> None:
+        """Index several checkpoints in one process; each is a partition of `expert_index`."""
+        _index_each(context, mergepipe, key, config.experts)
 
     @dg.config_mapping
     def of_each_step(config: Burst) -> dict[str, Any]:
@@ -140,13 +157,13 @@ def build_burst(shards: int) -> dg.JobDefinition:
             for n in range(shards)
         }
 
-    @dg.graph(name="index_several", config=of_each_step)
+    @dg.graph(name=place.name("index_several"), config=of_each_step)
     def several() -> None:
         for n in range(shards):
             index_some.alias(f"shard_{n + 1:03d}")()
 
     @dg.job(
-        name="index_burst",
+        name=place.name("index_burst"),
         description="Indexes many experts that landed at once; a run for each would take longer.",
     )
     def index_burst() -> None:
@@ -155,15 +172,12 @@ def build_burst(shards: int) -> dg.JobDefinition:
     return index_burst
 
 
-index_burst = build_burst(SHARDS.value())
-
-
 def _problem(
-    warehouse: Warehouse, name: str, error: MergePipeError | OSError
+    warehouse: Warehouse, key: dg.AssetKey, name: str, error: MergePipeError | OSError
 ) -> dg.AssetObservation:
     known = arrival(warehouse, name)
     return dg.AssetObservation(
-        EXPERT_INDEX,
+        key,
         partition=name,
         description=description(str(error)),
         metadata={

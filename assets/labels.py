@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 import dagster as dg
 
 from mergepipe_pipeline.assets.metadata import description
+from mergepipe_pipeline.assets.place import ALONE, Place
 from mergepipe_pipeline.deploy.recipe_files import StandingFile
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.settings import OWNERS
@@ -29,7 +30,7 @@ class Labels(TypedDict):
     kinds: set[str]
 
 
-def labels(file: StandingFile, *kinds: str) -> Labels:
+def labels(file: StandingFile, *kinds: str, place: Place = ALONE) -> Labels:
     """The labels of an asset of a recipe or search; `kinds` are at most three.
 
     The tag `expert/<name>` finds every asset that depends on an expert.
@@ -37,7 +38,7 @@ def labels(file: StandingFile, *kinds: str) -> Labels:
     # Dagster's tags take 63 characters; names may be longer.
     experts = {f"expert/{member[:63]}": "" for member in file.members}
     return {
-        "group_name": file.identifier,
+        "group_name": place.group_of(file.name),
         "tags": {file.kind: file.name, **experts},
         "owners": owners(),
         "kinds": set(kinds),
@@ -47,6 +48,7 @@ def labels(file: StandingFile, *kinds: str) -> Labels:
 def asset_of(
     file: StandingFile,
     *kinds: str,
+    place: Place,
     after: Sequence[str | dg.AssetDep] = (),
     pool: str | None = None,
     partitions: dg.PartitionsDefinition[str] | None = None,
@@ -58,27 +60,27 @@ def asset_of(
 
     def decorate(work: Callable[..., Any]) -> dg.AssetsDefinition:
         asset = dg.asset(
-            key=[file.name, work.__name__],
-            deps=[dg.AssetDep([file.name, x]) if isinstance(x, str) else x for x in after],
+            key=place.key(file.name, work.__name__),
+            deps=[dg.AssetDep(place.key(file.name, x)) if isinstance(x, str) else x for x in after],
             pool=pool,
             partitions_def=partitions,
-            **labels(file, *kinds),
+            **labels(file, *kinds, place=place),
         )
-        return asset(as_failure(work))
+        return asset(place.bound(as_failure(work)))
 
     return decorate
 
 
 def problem_asset(
-    file: StandingFile, first: str, deps: Sequence[dg.AssetDep] = ()
+    file: StandingFile, first: str, deps: Sequence[dg.AssetDep] = (), place: Place = ALONE
 ) -> dg.AssetsDefinition:
     """An asset that says why a recipe or search cannot be used, in the place of its `first` one."""
     spec = dg.AssetSpec(
-        [file.name, first],
+        place.key(file.name, first),
         deps=deps,
         description=description(file.problem or ""),
         metadata={"problem": dg.MetadataValue.text(visible(file.problem or ""))},
-        group_name=file.identifier,
+        group_name=place.group_of(file.name),
         owners=owners(),
         kinds={"problem"},
     )

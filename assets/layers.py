@@ -28,6 +28,8 @@ from mergepipe_pipeline.assets.metadata import (
     shard_metadata,
     shards_metadata,
 )
+from mergepipe_pipeline.assets.place import ALONE, Place
+from mergepipe_pipeline.deploy.instance import own_name
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.deploy.shards import merged_layers, shard_of
 from mergepipe_pipeline.digest import digest_json
@@ -59,19 +61,21 @@ class OneShard(Layers):
     number: int
 
 
-def build_merge(file: RecipeFile, shards: int = 1) -> list[dg.AssetsDefinition]:
+def build_merge(
+    file: RecipeFile, shards: int = 1, place: Place = ALONE
+) -> list[dg.AssetsDefinition]:
     """The assets `merge`, of so many steps that share the work, and `layers` of a recipe."""
     shown = dg.AssetSpec(
-        [file.name, "layers"],
-        deps=[[file.name, "merge"]],
-        partitions_def=dg.StaticPartitionsDefinition([partition(x) for x in file.layers]),
+        place.key(file.name, "layers"),
+        deps=[place.key(file.name, "merge")],
+        partitions_def=_partitions(file, place),
         description=(
             "The layers of the merged model, a partition each: what it is made from, by which "
             "operators, what that read, and whether it was reused. The asset merge reports them."
         ),
-        **labels(file, "safetensors"),
+        **labels(file, "safetensors", place=place),
     )
-    return [_merge(file, shards), dg.AssetsDefinition(specs=[shown])]
+    return [_merge(file, shards, place), dg.AssetsDefinition(specs=[shown])]
 
 
 def partition(layer: str) -> str:
@@ -79,8 +83,15 @@ def partition(layer: str) -> str:
     return layer.removeprefix("layer.")
 
 
-def _merge(file: RecipeFile, shards: int) -> dg.AssetsDefinition:
-    shard, gather = _shard(file, shards), _gather(file)
+def _partitions(file: RecipeFile, place: Place) -> dg.PartitionsDefinition[str]:
+    """The layers. Definitions of a guest load once, before they are known: a run says which."""
+    if place.identity is None:
+        return dg.StaticPartitionsDefinition([partition(x) for x in file.layers])
+    return dg.DynamicPartitionsDefinition(name=own_name(f"{file.name} layers", place.identity))
+
+
+def _merge(file: RecipeFile, shards: int, place: Place) -> dg.AssetsDefinition:
+    shard, gather = _shard(file, shards, place), _gather(file, place)
     numbers = {f"shard_{number:03d}": number for number in range(1, shards + 1)}
 
     @dg.config_mapping
@@ -90,8 +101,8 @@ def _merge(file: RecipeFile, shards: int) -> dg.AssetsDefinition:
         return {**parts, "gather": {"config": said}}
 
     @dg.graph_asset(
-        key=[file.name, "merge"],
-        ins={"plan": dg.AssetIn([file.name, "plan"], dagster_type=dg.Nothing)},
+        key=place.key(file.name, "merge"),
+        ins={"plan": dg.AssetIn(place.key(file.name, "plan"), dagster_type=dg.Nothing)},
         config=of_each_step,
         description=(
             "Merges the layers that the plan changes, and reuses the others. Each step merges a "
@@ -99,7 +110,7 @@ def _merge(file: RecipeFile, shards: int) -> dg.AssetsDefinition:
             "keeps them: a run after a failure repeats none. The configuration may name some "
             '(`layers: ["03", "head"]`), and how many `shards` share the work.'
         ),
-        **labels(file, "python", "pytorch"),
+        **labels(file, "python", "pytorch", place=place),
     )
     def merge(plan: Any) -> Any:
         return gather.alias("gather")([shard.alias(name)(plan) for name in numbers])
@@ -107,13 +118,14 @@ def _merge(file: RecipeFile, shards: int) -> dg.AssetsDefinition:
     return merge
 
 
-def _shard(file: RecipeFile, shards: int) -> dg.OpDefinition:
+def _shard(file: RecipeFile, shards: int, place: Place) -> dg.OpDefinition:
     @dg.op(
-        name=f"{file.identifier}__shard",
+        name=place.name(f"{file.identifier}__shard"),
         ins={"plan": dg.In(dg.Nothing)},
         out=dg.Out(dg.Nothing),
         pool="disk_write",
     )
+    @place.bound
     @as_failure
     def shard(
         context: dg.OpExecutionContext, config: OneShard, mergepipe: MergePipe, engine: Engine
@@ -121,11 +133,12 @@ def _shard(file: RecipeFile, shards: int) -> dg.OpDefinition:
         """Merges one shard of the plan's layers, while other steps merge the others."""
         started = time.monotonic()
         plan, chosen = _asked(file, mergepipe, engine, config)
+        key = _shown(context.instance, file, plan, place)
         part = shard_of(plan, config.number, config.shards or shards, list(chosen))
         done = []
         for one in merge_shard(mergepipe.warehouse, file.name, plan, part, engine.options):
             done.append(one)
-            context.log_event(_reported(file, plan, chosen[one.name], one))
+            context.log_event(_reported(key, plan, chosen[one.name], one))
         records = merged_layers(mergepipe.warehouse, file.name, plan)
         held = max((r.held_nbytes for r in records if r.shard == part.number), default=0)
         metadata = shard_metadata(part, done, held, time.monotonic() - started)
@@ -134,22 +147,24 @@ def _shard(file: RecipeFile, shards: int) -> dg.OpDefinition:
     return shard
 
 
-def _gather(file: RecipeFile) -> dg.OpDefinition:
+def _gather(file: RecipeFile, place: Place) -> dg.OpDefinition:
     @dg.op(
-        name=f"{file.identifier}__gather",
+        name=place.name(f"{file.identifier}__gather"),
         ins={"shards": dg.In(dg.Nothing)},
         out=dg.Out(dg.Nothing),
         pool="disk_write",
     )
+    @place.bound
     @as_failure
     def gather(
         context: dg.OpExecutionContext, config: Layers, mergepipe: MergePipe, engine: Engine
     ) -> dg.Output[None]:
         """Says what all shards cost; merges what none of them has."""
         plan, chosen = _asked(file, mergepipe, engine, config)
+        key = _shown(context.instance, file, plan, place)
         for one in merge_recipe(mergepipe.warehouse, file.name, list(chosen), engine.options):
             if not one.reused:
-                context.log_event(_reported(file, plan, chosen[one.name], one))
+                context.log_event(_reported(key, plan, chosen[one.name], one))
         return dg.Output(
             None,
             data_version=dg.DataVersion(digest_json([layer.layer_key for layer in plan.layers])),
@@ -181,11 +196,21 @@ def _asked(
     return plan, {known[name].name: known[name] for name in config.layers or known}
 
 
+def _shown(
+    instance: dg.DagsterInstance, file: RecipeFile, plan: MergePlan, place: Place
+) -> dg.AssetKey:
+    """The asset that shows the layers of a plan, all of them as partitions."""
+    layers = _partitions(file, place)
+    if isinstance(layers, dg.DynamicPartitionsDefinition) and layers.name is not None:
+        instance.add_dynamic_partitions(layers.name, [partition(x.name) for x in plan.layers])
+    return place.key(file.name, "layers")
+
+
 def _reported(
-    file: RecipeFile, plan: MergePlan, layer: LayerTask, done: LayerOutcome
+    key: dg.AssetKey, plan: MergePlan, layer: LayerTask, done: LayerOutcome
 ) -> dg.AssetMaterialization:
     return dg.AssetMaterialization(
-        [file.name, "layers"],
+        key,
         partition=partition(done.name),
         metadata=layer_metadata(plan, layer, done),
         tags={"dagster/data_version": done.layer_key},

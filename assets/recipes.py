@@ -36,6 +36,7 @@ from mergepipe_pipeline.assets.metadata import (
     stages_metadata,
     table,
 )
+from mergepipe_pipeline.assets.place import ALONE, Place
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.domain.selector import by_expert
@@ -72,30 +73,30 @@ _SPAN, _MOST_TIMES = timedelta(days=62), 1500
 
 
 def build_recipe_assets(
-    file: RecipeFile, shards: int = 1
+    file: RecipeFile, shards: int = 1, place: Place = ALONE
 ) -> list[dg.AssetsDefinition | dg.AssetChecksDefinition]:
     """All assets and checks of one recipe, whose merge is split into so many steps."""
     return [
-        _conflicts(file),
-        _plan(file),
-        _within_budget(file),
-        *build_merge(file, shards),
-        _snapshot(file),
-        _audit(file),
-        *build_evaluation(file),
-        _release(file),
-        *build_on_schedule(file),
-        _report(file),
+        _conflicts(file, place),
+        _plan(file, place),
+        _within_budget(file, place),
+        *build_merge(file, shards, place),
+        _snapshot(file, place),
+        _audit(file, place),
+        *build_evaluation(file, place),
+        _release(file, place),
+        *build_on_schedule(file, place),
+        _report(file, place),
     ]
 
 
-def build_problem(file: RecipeFile) -> dg.AssetsDefinition:
+def build_problem(file: RecipeFile, place: Place = ALONE) -> dg.AssetsDefinition:
     """An asset in the place of a recipe's plan that says why the recipe cannot be used."""
-    return problem_asset(file, "plan", [experts_used(file)] if file.members else [])
+    return problem_asset(file, "plan", experts_used(file, place) if file.members else [], place)
 
 
-def _conflicts(file: RecipeFile) -> dg.AssetsDefinition:
-    @asset_of(file, "python", "parquet", after=[experts_used(file)])
+def _conflicts(file: RecipeFile, place: Place) -> dg.AssetsDefinition:
+    @asset_of(file, "python", "parquet", place=place, after=experts_used(file, place))
     def conflicts(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
         """Says where the experts agree and where they cancel each other; no weight is read.
 
@@ -117,12 +118,13 @@ def _conflicts(file: RecipeFile) -> dg.AssetsDefinition:
     return conflicts
 
 
-def _plan(file: RecipeFile) -> dg.AssetsDefinition:
+def _plan(file: RecipeFile, place: Place) -> dg.AssetsDefinition:
     @asset_of(
         file,
         "python",
         "json",
-        after=["conflicts", experts_used(file)],
+        place=place,
+        after=["conflicts", *experts_used(file, place)],
         pool="disk_write" if len(file.stages) > 1 else None,
     )
     def plan(mergepipe: MergePipe, engine: Engine) -> dg.MaterializeResult[None]:
@@ -149,8 +151,9 @@ def _plan(file: RecipeFile) -> dg.AssetsDefinition:
     return plan
 
 
-def _within_budget(file: RecipeFile) -> dg.AssetChecksDefinition:
-    @dg.asset_check(asset=dg.AssetKey([file.name, "plan"]), blocking=True, name="within_budget")
+def _within_budget(file: RecipeFile, place: Place) -> dg.AssetChecksDefinition:
+    @dg.asset_check(asset=place.key(file.name, "plan"), blocking=True, name="within_budget")
+    @place.bound
     @as_failure
     def within_budget(mergepipe: MergePipe) -> dg.AssetCheckResult:
         """The plan reads no more of the experts than the budget allows; else nothing is merged."""
@@ -166,8 +169,10 @@ def _within_budget(file: RecipeFile) -> dg.AssetChecksDefinition:
     return within_budget
 
 
-def _snapshot(file: RecipeFile) -> dg.AssetsDefinition:
-    @asset_of(file, "huggingface", "safetensors", after=["plan", "merge"], pool="disk_write")
+def _snapshot(file: RecipeFile, place: Place) -> dg.AssetsDefinition:
+    @asset_of(
+        file, "huggingface", "safetensors", place=place, after=["plan", "merge"], pool="disk_write"
+    )
     def snapshot(mergepipe: MergePipe, engine: Engine) -> dg.MaterializeResult[None]:
         """Makes the merged model: a folder that transformers loads, and that never changes.
 
@@ -198,15 +203,18 @@ def _snapshot(file: RecipeFile) -> dg.AssetsDefinition:
     return snapshot
 
 
-def _audit(file: RecipeFile) -> dg.AssetChecksDefinition:
-    key = dg.AssetKey([file.name, "snapshot"])
+def _audit(file: RecipeFile, place: Place) -> dg.AssetChecksDefinition:
+    key = place.key(file.name, "snapshot")
     specs = [
         dg.AssetCheckSpec(name, asset=key, blocking=True, description=text)
         for name, text in _AUDITS.items()
     ]
 
     # A person may have each of them run alone, at any time.
-    @dg.multi_asset_check(name=f"{file.identifier}__audit", specs=specs, can_subset=True)
+    @dg.multi_asset_check(
+        name=place.name(f"{file.identifier}__audit"), specs=specs, can_subset=True
+    )
+    @place.bound
     @as_failure
     def audit(
         context: dg.AssetCheckExecutionContext, mergepipe: MergePipe
@@ -241,15 +249,20 @@ def _audited(mergepipe: MergePipe, file: RecipeFile) -> Iterator[dg.AssetCheckRe
     )
 
 
-def build_evaluation(file: RecipeFile) -> list[dg.AssetsDefinition | dg.AssetChecksDefinition]:
+def build_evaluation(
+    file: RecipeFile, place: Place
+) -> list[dg.AssetsDefinition | dg.AssetChecksDefinition]:
     """The asset `evaluation` of a recipe and its check `gate`, where the recipe asks for them."""
     if file.recipe.evaluator is None:
         return []
-    return [_evaluation(file), *([_gate(file)] if file.recipe.gate is not None else [])]
+    return [
+        _evaluation(file, place),
+        *([_gate(file, place)] if file.recipe.gate is not None else []),
+    ]
 
 
-def _evaluation(file: RecipeFile) -> dg.AssetsDefinition:
-    @asset_of(file, "python", after=["snapshot"])
+def _evaluation(file: RecipeFile, place: Place) -> dg.AssetsDefinition:
+    @asset_of(file, "python", place=place, after=["snapshot"])
     def evaluation(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
         """Measures the snapshot as the recipe's `evaluate:` says; each metric has a plot.
 
@@ -271,8 +284,9 @@ def _evaluation(file: RecipeFile) -> dg.AssetsDefinition:
     return evaluation
 
 
-def _gate(file: RecipeFile) -> dg.AssetChecksDefinition:
-    @dg.asset_check(asset=dg.AssetKey([file.name, "evaluation"]), blocking=True, name="gate")
+def _gate(file: RecipeFile, place: Place) -> dg.AssetChecksDefinition:
+    @dg.asset_check(asset=place.key(file.name, "evaluation"), blocking=True, name="gate")
+    @place.bound
     @as_failure
     def gate(mergepipe: MergePipe) -> dg.AssetCheckResult:
         """The metrics are what the recipe's `gate:` asks for; else the ref stays as it is."""
@@ -300,8 +314,13 @@ def _next(file: RecipeFile) -> str:
     return f"next: mend what changed, or find the suspect: `mergepipe bisect {file.name}`"
 
 
-def _release(file: RecipeFile) -> dg.AssetsDefinition:
-    @asset_of(file, "json", after=["snapshot" if file.recipe.evaluator is None else "evaluation"])
+def _release(file: RecipeFile, place: Place) -> dg.AssetsDefinition:
+    @asset_of(
+        file,
+        "json",
+        place=place,
+        after=["snapshot" if file.recipe.evaluator is None else "evaluation"],
+    )
     def release(
         context: dg.AssetExecutionContext, mergepipe: MergePipe
     ) -> dg.MaterializeResult[None]:
@@ -313,7 +332,7 @@ def _release(file: RecipeFile) -> dg.AssetsDefinition:
         """
         ref, done = release_recipe(mergepipe.warehouse, file)
         if file.recipe.schedule is not None:
-            context.log_event(dg.AssetMaterialization(on_schedule_key(file.name)))
+            context.log_event(dg.AssetMaterialization(on_schedule_key(file.name, place)))
         plan = current_plan(mergepipe.warehouse, file.name)
         return dg.MaterializeResult(
             data_version=dg.DataVersion(ref.snapshot_id),
@@ -323,7 +342,7 @@ def _release(file: RecipeFile) -> dg.AssetsDefinition:
                 **budget_metadata(plan),
                 "ref": ref.name,
                 "ref version": ref.number,
-                "snapshot": dg.MetadataValue.asset(dg.AssetKey([file.name, "snapshot"])),
+                "snapshot": dg.MetadataValue.asset(place.key(file.name, "snapshot")),
                 "snapshot id": ref.snapshot_id,
                 "path": dg.MetadataValue.path(str(mergepipe.warehouse.snapshots / ref.snapshot_id)),
                 "releases of this recipe": done.sequence,
@@ -333,15 +352,15 @@ def _release(file: RecipeFile) -> dg.AssetsDefinition:
     return release
 
 
-def _report(file: RecipeFile) -> dg.AssetsDefinition:
-    @asset_of(file, "markdown", after=["release"])
+def _report(file: RecipeFile, place: Place) -> dg.AssetsDefinition:
+    @asset_of(file, "markdown", place=place, after=["release"])
     def report(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
         """Says how much of which expert went into each layer of what is released."""
         plan = current_plan(mergepipe.warehouse, file.name)
         return dg.MaterializeResult(
             metadata={
                 **report_metadata(plan),
-                "plan": dg.MetadataValue.asset(dg.AssetKey([file.name, "plan"])),
+                "plan": dg.MetadataValue.asset(place.key(file.name, "plan")),
                 "plan id": plan.plan_id,
             }
         )
@@ -355,12 +374,12 @@ def is_traced(file: RecipeFile) -> bool:
     return gate is not None and gate.on_failure == "bisect"
 
 
-def build_bisect(file: RecipeFile) -> list[dg.AssetsDefinition]:
+def build_bisect(file: RecipeFile, place: Place = ALONE) -> list[dg.AssetsDefinition]:
     """The asset `bisect` of a recipe that has its refusals traced."""
     if not is_traced(file):
         return []
 
-    @asset_of(file, "python", after=["evaluation"], pool="disk_write")
+    @asset_of(file, "python", place=place, after=["evaluation"], pool="disk_write")
     def bisect(
         context: dg.AssetExecutionContext, mergepipe: MergePipe, engine: Engine
     ) -> dg.MaterializeResult[None]:
@@ -377,13 +396,13 @@ def build_bisect(file: RecipeFile) -> list[dg.AssetsDefinition]:
     return [bisect]
 
 
-def build_bisect_job(file: RecipeFile) -> Any | None:
+def build_bisect_job(file: RecipeFile, place: Place = ALONE) -> Any | None:
     """The job that traces a recipe's refusals; None for a recipe that asks for nothing."""
     if not is_traced(file):
         return None
     return dg.define_asset_job(
-        f"bisect_{file.identifier}",
-        selection=dg.AssetSelection.assets([file.name, "bisect"]),
+        place.name(f"bisect_{file.identifier}"),
+        selection=dg.AssetSelection.assets(place.key(file.name, "bisect")),
         description=f"Finds the expert that made {file.name} fail its gate, and quarantines it.",
         tags={"mergepipe/recipe": file.name},
     )
@@ -414,7 +433,7 @@ def _traced_metadata(traced: Traced | None) -> dict[str, Any]:
     }
 
 
-def build_on_schedule(file: RecipeFile) -> list[dg.AssetsDefinition]:
+def build_on_schedule(file: RecipeFile, place: Place) -> list[dg.AssetsDefinition]:
     """The asset that is overdue if a recipe's schedule passed in vain; none without a schedule.
 
     Without a schedule age says nothing: a release is right for as long as its inputs are the same,
@@ -427,21 +446,21 @@ def build_on_schedule(file: RecipeFile) -> list[dg.AssetsDefinition]:
         return []
     pause = _longest_pause(schedule, file.recipe.timezone or "UTC")
     spec = dg.AssetSpec(
-        on_schedule_key(file.name),
-        deps=[[file.name, "release"]],
+        on_schedule_key(file.name, place),
+        deps=[place.key(file.name, "release")],
         description="Shows when this recipe was last released, or its schedule found the release "
         "current; it is overdue if neither happened in time.",
         freshness_policy=dg.FreshnessPolicy.time_window(
             fail_window=pause + GRACE, warn_window=pause + GRACE / 3
         ),
-        **labels(file, "clock"),
+        **labels(file, "clock", place=place),
     )
     return [dg.AssetsDefinition(specs=[spec])]
 
 
-def on_schedule_key(recipe: str) -> dg.AssetKey:
+def on_schedule_key(recipe: str, place: Place = ALONE) -> dg.AssetKey:
     """The key of that asset."""
-    return dg.AssetKey([recipe, "on_schedule"])
+    return place.key(recipe, "on_schedule")
 
 
 @cache

@@ -12,6 +12,7 @@ import dagster as dg
 from mergepipe_pipeline.assets.experts import experts_used
 from mergepipe_pipeline.assets.labels import asset_of
 from mergepipe_pipeline.assets.metadata import metrics_metadata, png, short, table
+from mergepipe_pipeline.assets.place import ALONE, Place
 from mergepipe_pipeline.deploy.instance import own_name
 from mergepipe_pipeline.resources import Engine, MergePipe
 from mergepipe_pipeline.text import in_one_line, size
@@ -46,12 +47,19 @@ def pool(standing: StandingSearch, identity: str) -> str:
     return own_name(f"search_{standing.identifier}", identity)
 
 
-def build_search_assets(standing: StandingSearch, identity: str) -> list[dg.AssetsDefinition]:
+def build_search_assets(
+    standing: StandingSearch, identity: str, place: Place = ALONE
+) -> list[dg.AssetsDefinition]:
     """All assets of one search of the warehouse of this identity."""
-    return [_prior(standing), _evaluations(standing, identity), _front(standing), _refs(standing)]
+    return [
+        _prior(standing, place),
+        _evaluations(standing, identity, place),
+        _front(standing, place),
+        _refs(standing, place),
+    ]
 
 
-def build_search_jobs(standing: StandingSearch) -> dict[str, Any]:
+def build_search_jobs(standing: StandingSearch, place: Place = ALONE) -> dict[str, Any]:
     """The jobs of one search: `begin` it, `evaluate` a candidate, `show` and publish its front."""
     steps = {
         "begin": (["prior"], "Begins {0}: its prior, and its first candidates."),
@@ -60,8 +68,10 @@ def build_search_jobs(standing: StandingSearch) -> dict[str, Any]:
     }
     return {
         step: dg.define_asset_job(
-            f"{step}_{standing.identifier}",
-            selection=dg.AssetSelection.assets(*([standing.name, asset] for asset in chosen)),
+            place.name(f"{step}_{standing.identifier}"),
+            selection=dg.AssetSelection.assets(
+                *(place.key(standing.name, asset) for asset in chosen)
+            ),
             description=text.format(standing.name),
             tags={SEARCH_TAG: standing.name},
         )
@@ -69,8 +79,8 @@ def build_search_jobs(standing: StandingSearch) -> dict[str, Any]:
     }
 
 
-def _prior(standing: StandingSearch) -> dg.AssetsDefinition:
-    @asset_of(standing, "python", "json", after=[experts_used(standing)])
+def _prior(standing: StandingSearch, place: Place) -> dg.AssetsDefinition:
+    @asset_of(standing, "python", "json", place=place, after=experts_used(standing, place))
     def prior(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
         """Says how much each layer is expected to matter, and what the search costs at most.
 
@@ -82,11 +92,12 @@ def _prior(standing: StandingSearch) -> dg.AssetsDefinition:
     return prior
 
 
-def _evaluations(standing: StandingSearch, identity: str) -> dg.AssetsDefinition:
+def _evaluations(standing: StandingSearch, identity: str, place: Place) -> dg.AssetsDefinition:
     @asset_of(
         standing,
         "python",
         "safetensors",
+        place=place,
         after=["prior"],
         pool=pool(standing, identity),
         partitions=candidates(standing, identity),
@@ -108,8 +119,8 @@ def _evaluations(standing: StandingSearch, identity: str) -> dg.AssetsDefinition
     return evaluations
 
 
-def _front(standing: StandingSearch) -> dg.AssetsDefinition:
-    @asset_of(standing, "python", after=["evaluations"])
+def _front(standing: StandingSearch, place: Place) -> dg.AssetsDefinition:
+    @asset_of(standing, "python", place=place, after=["evaluations"])
     def front(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
         """Draws what no other candidate beats in everything, and how that has grown.
 
@@ -125,8 +136,8 @@ def _front(standing: StandingSearch) -> dg.AssetsDefinition:
     return front
 
 
-def _refs(standing: StandingSearch) -> dg.AssetsDefinition:
-    @asset_of(standing, "json", after=["front"])
+def _refs(standing: StandingSearch, place: Place) -> dg.AssetsDefinition:
+    @asset_of(standing, "json", place=place, after=["front"])
     def refs(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
         """Publishes what lies on the front of a search that has ended, each under a ref.
 

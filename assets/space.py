@@ -7,6 +7,7 @@ import dagster as dg
 
 from mergepipe_pipeline.assets.labels import as_failure, owners
 from mergepipe_pipeline.assets.metadata import description, gib, table
+from mergepipe_pipeline.assets.place import ALONE, Place
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.settings import KEEP_VERSIONS
 from mergepipe_pipeline.verbs.gc import GcReport, collect
@@ -19,22 +20,34 @@ _WITHOUT_LOCKS = (
 _AGE_S = 86_400.0
 
 
-@dg.asset(group_name="catalog", kinds={"python"}, owners=owners())
-@as_failure
-def free_space(
-    context: dg.AssetExecutionContext, mergepipe: MergePipe
-) -> dg.MaterializeResult[None]:
-    """Removes what nobody needs and nobody used for a day, as `mergepipe gc` does.
+def build_free_space(place: Place = ALONE) -> dg.AssetsDefinition:
+    """The asset that removes what nobody needs."""
 
-    Results of older versions of a ref go, too, where MERGEPIPE_KEEP_VERSIONS says how many to keep.
-    """
-    home = mergepipe.warehouse
-    if home.leases.living(_AGE_S).judged_by_age:
-        return dg.MaterializeResult(metadata={"not done": _WITHOUT_LOCKS})
-    done = collect(home, older_than_s=_AGE_S, keep_versions=KEEP_VERSIONS.value())
-    for note in done.notes:
-        context.log.warning(note)
-    return dg.MaterializeResult(metadata=_metadata(done, shutil.disk_usage(home.root).free))
+    @dg.asset(
+        key=place.key("", "free_space"),
+        group_name=place.group_of("catalog"),
+        kinds={"python"},
+        owners=owners(),
+    )
+    @place.bound
+    @as_failure
+    def free_space(
+        context: dg.AssetExecutionContext, mergepipe: MergePipe
+    ) -> dg.MaterializeResult[None]:
+        """Removes what nobody needs and nobody used for a day, as `mergepipe gc` does.
+
+        Results of older versions of a ref go, too, where MERGEPIPE_KEEP_VERSIONS says how many to
+        keep.
+        """
+        home = mergepipe.warehouse
+        if home.leases.living(_AGE_S).judged_by_age:
+            return dg.MaterializeResult(metadata={"not done": _WITHOUT_LOCKS})
+        done = collect(home, older_than_s=_AGE_S, keep_versions=KEEP_VERSIONS.value())
+        for note in done.notes:
+            context.log.warning(note)
+        return dg.MaterializeResult(metadata=_metadata(done, shutil.disk_usage(home.root).free))
+
+    return free_space
 
 
 def _metadata(done: GcReport, free_nbytes: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import dagster as dg
 
 from mergepipe_pipeline.assets.labels import owners
 from mergepipe_pipeline.assets.metadata import table
+from mergepipe_pipeline.assets.place import ALONE, Place
 from mergepipe_pipeline.deploy.standing import Standing
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.text import in_one_line
@@ -15,20 +16,19 @@ from mergepipe_pipeline.text import in_one_line
 _MOST_ROWS, _MOST_SHOWN, _LONGEST = 60, 140, 18
 #: The last statuses on the instance, among which ours is looked for.
 _MOST_READ = 10
-_KEY = dg.AssetKey("pipeline_status")
 _HEADERS = ("recipe", "state", "why", "since", "next")
 _TABLE, _VERSION = "recipes", "dagster/data_version"
 
 
-def build_status(first_steps: str) -> dg.AssetsDefinition:
+def build_status(first_steps: str, place: Place = ALONE) -> dg.AssetsDefinition:
     """The asset, which says how to begin, too: definitions do not know when somebody has."""
     spec = dg.AssetSpec(
-        _KEY,
+        _key(place),
         description=(
             "Says of each recipe where it is, why, since when, and what comes next. "
             f"recipe_sensor writes it whenever that changes; no run makes it.\n\n{first_steps}"
         ),
-        group_name="catalog",
+        group_name=place.group_of("catalog"),
         owners=owners(),
         kinds={"table"},
     )
@@ -41,13 +41,14 @@ def changed_status(
     states: Mapping[str, Standing],
     first: str | None,
     now: datetime,
+    place: Place = ALONE,
 ) -> list[dg.AssetMaterialization]:
     """The event that shows the states, if others were shown last; `first` is shown without any.
 
     `tags` tell our warehouse from others, which may show a status of theirs on the same instance. A
     recipe's `since` is when the table first showed its state.
     """
-    last = _last(instance, tags)
+    last = _last(instance, _key(place), tags)
     rows = [(name, s.state, _short(s.why), _short(s.then)) for name, s in states.items()]
     version = digest_json([rows, first])[:32]
     if last is not None and (last.tags or {}).get(_VERSION) == version:
@@ -59,11 +60,19 @@ def changed_status(
         for name, state, why, then in sorted(rows, key=lambda row: (row[1] == "current", row[0]))
     ]
     metadata = _metadata(shown) if shown else {"what to do first": first or "no recipes"}
-    return [dg.AssetMaterialization(_KEY, metadata=metadata, tags={**tags, _VERSION: version})]
+    return [
+        dg.AssetMaterialization(_key(place), metadata=metadata, tags={**tags, _VERSION: version})
+    ]
 
 
-def _last(instance: dg.DagsterInstance, tags: Mapping[str, str]) -> dg.AssetMaterialization | None:
-    records = instance.fetch_materializations(_KEY, limit=_MOST_READ).records
+def _key(place: Place) -> dg.AssetKey:
+    return place.key("", "pipeline_status")
+
+
+def _last(
+    instance: dg.DagsterInstance, key: dg.AssetKey, tags: Mapping[str, str]
+) -> dg.AssetMaterialization | None:
+    records = instance.fetch_materializations(key, limit=_MOST_READ).records
     made = [r.asset_materialization for r in records]
     return next((m for m in made if m and tags.items() <= (m.tags or {}).items()), None)
 

@@ -15,6 +15,7 @@ from urllib.request import Request, urlopen
 import dagster as dg
 
 from mergepipe_pipeline.assets.experts import EXPERTS_TAG
+from mergepipe_pipeline.assets.place import ALONE, Place
 from mergepipe_pipeline.assets.searches import SEARCH_TAG
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
 from mergepipe_pipeline.deploy.retry import MOST_ATTEMPTS, NEXT, Fault
@@ -57,20 +58,26 @@ class RunFailure:
     next_step: str
 
 
-@dg.run_failure_sensor(
-    name="failure_sensor",
-    description=(
-        "Says in one sentence why a run failed and what to do: in its tick's log and, if "
-        f"{WEBHOOK.variable} is set, by a POST of JSON with text, recipe, run_id, cause and "
-        "next_step."
-    ),
-    minimum_interval_seconds=interval_s(30),
-    default_status=dg.DefaultSensorStatus.RUNNING,
-)
-def failure_sensor(context: dg.RunFailureSensorContext, mergepipe: MergePipe) -> None:
-    """Tells of one failed run of ours; a webhook that fails harms nothing."""
-    if Ours(context.instance, mergepipe.tags).has(context.dagster_run):
-        tell(context.log, failure_of(context.instance, context.dagster_run))
+def build_failure_sensor(place: Place = ALONE) -> dg.SensorDefinition:
+    """The sensor that tells of each run of ours that failed."""
+
+    @dg.run_failure_sensor(
+        name=place.name("failure_sensor"),
+        description=(
+            "Says in one sentence why a run failed and what to do: in its tick's log and, if "
+            f"{WEBHOOK.variable} is set, by a POST of JSON with text, recipe, run_id, cause and "
+            "next_step."
+        ),
+        minimum_interval_seconds=interval_s(30),
+        default_status=dg.DefaultSensorStatus.RUNNING,
+    )
+    @place.bound
+    def failure_sensor(context: dg.RunFailureSensorContext, mergepipe: MergePipe) -> None:
+        """Tells of one failed run of ours; a webhook that fails harms nothing."""
+        if Ours(context.instance, mergepipe.tags, place=place).has(context.dagster_run):
+            tell(context.log, failure_of(context.instance, context.dagster_run))
+
+    return failure_sensor
 
 
 def tell(log: logging.Logger, failure: RunFailure) -> None:
@@ -92,33 +99,44 @@ def failure_of(instance: dg.DagsterInstance, run: dg.DagsterRun) -> RunFailure:
     return run_failure(what, recipe, run.run_id, error, fault=attempt.fault)
 
 
-@standing_sensor(
-    f"Says once of a recipe that cannot be used, or waits for an input, since {STALLED.variable} "
-    f"({STALLED.shown}): in its tick's log and, if {WEBHOOK.variable} is set, as of a run that "
-    "failed.",
-    60,
-)
-def stalled_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SensorResult:
-    """Tells of each recipe that stands still, once until it goes on; the cursor says since when."""
-    before, now_s = json.loads(context.cursor or "{}"), time.time()
-    after: dict[str, tuple[float, bool]] = {}
-    count = 0
-    for file in recipe_files(mergepipe.warehouse):
-        where = due(mergepipe.warehouse, file)
-        if isinstance(where, Due) or where.state not in ("waiting", "cannot be used"):
-            continue
-        since_s, is_reported = before.get(file.name, (now_s, False))
-        since_s = min(since_s, now_s)  # the clock may have been set back
-        if not is_reported and count < _MOST_AT_ONCE and now_s - since_s >= STALLED.value():
-            count += 1
-            failure = stalled(file.name, in_one_line(where.told), now_s - since_s)
-            tell(context.log, failure)
-            is_reported = True
-        after[file.name] = since_s, is_reported
-    said = ", ".join(sorted(after)) or "none"
-    return dg.SensorResult(
-        cursor=json.dumps(after), skip_reason=dg.SkipReason(f"recipes that stand still: {said}")
+def build_stalled_sensor(place: Place = ALONE) -> dg.SensorDefinition:
+    """The sensor that tells of each recipe that stands still."""
+
+    @standing_sensor(
+        "Says once of a recipe that cannot be used, or waits for an input, since "
+        f"{STALLED.variable} ({STALLED.shown}): in its tick's log and, if {WEBHOOK.variable} is "
+        "set, as of a run that failed.",
+        60,
+        place=place,
     )
+    def stalled_sensor(
+        context: dg.SensorEvaluationContext, mergepipe: MergePipe
+    ) -> dg.SensorResult:
+        """Tells of each recipe that stands still, once until it goes on.
+
+        The cursor says since when.
+        """
+        before, now_s = json.loads(context.cursor or "{}"), time.time()
+        after: dict[str, tuple[float, bool]] = {}
+        count = 0
+        for file in recipe_files(mergepipe.warehouse):
+            where = due(mergepipe.warehouse, file)
+            if isinstance(where, Due) or where.state not in ("waiting", "cannot be used"):
+                continue
+            since_s, is_reported = before.get(file.name, (now_s, False))
+            since_s = min(since_s, now_s)  # the clock may have been set back
+            if not is_reported and count < _MOST_AT_ONCE and now_s - since_s >= STALLED.value():
+                count += 1
+                failure = stalled(file.name, in_one_line(where.told), now_s - since_s)
+                tell(context.log, failure)
+                is_reported = True
+            after[file.name] = since_s, is_reported
+        said = ", ".join(sorted(after)) or "none"
+        return dg.SensorResult(
+            cursor=json.dumps(after), skip_reason=dg.SkipReason(f"recipes that stand still: {said}")
+        )
+
+    return stalled_sensor
 
 
 def run_failure(what: str, recipe: str, run_id: str, error: str, *, fault: Fault) -> RunFailure:

@@ -14,7 +14,8 @@ from dagster import DagsterRunStatus as Status
 from dagster._core.definitions.run_request import InstigatorType
 from dagster._core.scheduler.instigation import TickStatus
 
-from mergepipe_pipeline.assets.space import free_space
+from mergepipe_pipeline.assets.place import ALONE, Place
+from mergepipe_pipeline.assets.space import build_free_space
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.sensors.ticks import Ours, standing_sensor
 from mergepipe_pipeline.settings import KEEP_RUNS
@@ -22,6 +23,8 @@ from mergepipe_pipeline.settings import KEEP_RUNS
 #: Seconds without any event after which a run that has no lease is taken for dead: it ended before
 #: it took one, its lease was collected, or nobody is left who would put it into the queue.
 SILENCE_S = 120.0
+#: The same where somebody else's executor runs steps.
+GUEST_SILENCE_S = 3600.0
 _OVER = [Status.SUCCESS, Status.FAILURE, Status.CANCELED]
 _DAY_S = 86_400
 _MOST_A_TICK = 50
@@ -30,44 +33,61 @@ _MOST_A_TICK = 50
 IDLE_TICKS_S = 6 * 3600.0
 _KEPT_DAYS = KEEP_RUNS.value()
 
-space_job = dg.define_asset_job(
-    "collect",
-    selection=dg.AssetSelection.assets(free_space),
-    description="Removes what nobody needs, as `mergepipe gc` does; space_daily starts it.",
-)
-space_daily = dg.ScheduleDefinition(
-    name="space_daily",
-    job=space_job,
-    cron_schedule="40 4 * * *",
-    default_status=dg.DefaultScheduleStatus.RUNNING,
-    description="Frees the space of what nobody needs, once a day (UTC).",
-)
+
+def build_space(place: Place = ALONE) -> dg.Definitions:
+    """What frees the space of what nobody needs: the asset, its job and its schedule."""
+    asset = build_free_space(place)
+    job = dg.define_asset_job(
+        place.name("collect"),
+        selection=dg.AssetSelection.assets(asset),
+        description="Removes what nobody needs, as `mergepipe gc` does; space_daily starts it.",
+    )
+    daily = dg.ScheduleDefinition(
+        name=place.name("space_daily"),
+        job=job,
+        cron_schedule="40 4 * * *",
+        default_status=dg.DefaultScheduleStatus.RUNNING,
+        description="Frees the space of what nobody needs, once a day (UTC).",
+    )
+    return dg.Definitions(assets=place.translated([asset]), jobs=[job], schedules=[daily])
 
 
-@standing_sensor(
-    "Fails every run of ours whose process is gone, as after a power loss, so that its recipe is "
-    "free to be merged again.",
-    30,
-)
-def orphans_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SkipReason:
-    """Ends those, and every one that whoever made it did not live to put into the queue."""
-    begun = [Status.NOT_STARTED, Status.STARTED, Status.CANCELING]
-    runs = Ours.of(context, mergepipe).runs(begun)
-    orphans = [run for run in runs if is_orphan(mergepipe, context.instance, run)]
-    for run in orphans:
-        message = "The process of this run is gone: it was killed, or the machine lost power."
-        if run.status is Status.CANCELING:
-            context.instance.report_run_canceled(run, message)
-        else:
-            context.instance.report_run_failed(run, message)
-    ended = ", ".join(f"{run.job_name} {run.run_id[:8]}" for run in orphans)
-    return dg.SkipReason(f"{len(runs)} runs under way; ended, since dead: {ended or 'none'}")
+def build_orphans_sensor(place: Place = ALONE) -> dg.SensorDefinition:
+    """The sensor that ends runs of ours whose process is gone."""
+
+    @standing_sensor(
+        "Fails every run of ours whose process is gone, as after a power loss, so that its recipe "
+        "is free to be merged again.",
+        30,
+        place=place,
+    )
+    def orphans_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SkipReason:
+        """Ends those, and every one that whoever made it did not live to put into the queue."""
+        begun = [Status.NOT_STARTED, Status.STARTED, Status.CANCELING]
+        runs = Ours.of(context, mergepipe, place).runs(begun)
+        orphans = [run for run in runs if is_orphan(mergepipe, context.instance, run, place)]
+        for run in orphans:
+            message = "The process of this run is gone: it was killed, or the machine lost power."
+            if run.status is Status.CANCELING:
+                context.instance.report_run_canceled(run, message)
+            else:
+                context.instance.report_run_failed(run, message)
+        ended = ", ".join(f"{run.job_name} {run.run_id[:8]}" for run in orphans)
+        return dg.SkipReason(f"{len(runs)} runs under way; ended, since dead: {ended or 'none'}")
+
+    return orphans_sensor
 
 
-def is_orphan(mergepipe: MergePipe, instance: dg.DagsterInstance, run: dg.DagsterRun) -> bool:
-    """Whether a run that is not in the queue has no living process."""
+def is_orphan(
+    mergepipe: MergePipe, instance: dg.DagsterInstance, run: dg.DagsterRun, place: Place = ALONE
+) -> bool:
+    """Whether a run that is not in the queue has no living process.
+
+    An executor of others holds no lease between two steps, and may wait long for a machine.
+    """
     lives = mergepipe.run_lives(run.run_id)
-    if lives or (lives is None and _silent_s(instance, run) < SILENCE_S):
+    silence_s = GUEST_SILENCE_S if place.is_guest else SILENCE_S if lives is None else 0.0
+    if lives or _silent_s(instance, run) < silence_s:
         return False
     again = instance.get_run_by_id(run.run_id)  # it may have ended since it was listed
     return again is not None and again.status is run.status
@@ -80,17 +100,26 @@ def _silent_s(instance: dg.DagsterInstance, run: dg.DagsterRun) -> float:
     return time.time() - (last[0].timestamp if last else since_s)
 
 
-@standing_sensor(
-    f"Deletes runs of ours older than {KEEP_RUNS.variable} ({KEEP_RUNS.shown}), but not the last "
-    "one that an asset shows, and after six hours ticks of ours that asked for nothing.",
-    600,
-)
-def retention_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SkipReason:
-    """Deletes them, at most 50 a tick, so that no tick is long."""
-    ours = Ours.of(context, mergepipe)
-    delete_idle_ticks(ours, time.time() - IDLE_TICKS_S)
-    gone = delete_runs(ours, time.time() - _KEPT_DAYS * _DAY_S)
-    return dg.SkipReason(f"{gone} runs older than {_KEPT_DAYS:g} days deleted")
+def build_retention_sensor(place: Place = ALONE) -> dg.SensorDefinition:
+    """The sensor that deletes what is old of ours."""
+
+    @standing_sensor(
+        f"Deletes runs of ours older than {KEEP_RUNS.variable} ({KEEP_RUNS.shown}), but not the "
+        "last one that an asset shows, and after six hours ticks of ours that asked for nothing.",
+        600,
+        place=place,
+    )
+    def retention_sensor(
+        context: dg.SensorEvaluationContext, mergepipe: MergePipe
+    ) -> dg.SkipReason:
+        """Deletes them, at most 50 a tick, so that no tick is long."""
+        ours = Ours.of(context, mergepipe, place)
+        if not place.is_guest:  # what is kept of theirs, the instance's settings say
+            delete_idle_ticks(ours, time.time() - IDLE_TICKS_S)
+        gone = delete_runs(ours, time.time() - _KEPT_DAYS * _DAY_S)
+        return dg.SkipReason(f"{gone} runs older than {_KEPT_DAYS:g} days deleted")
+
+    return retention_sensor
 
 
 def delete_idle_ticks(ours: Ours, before: float) -> None:

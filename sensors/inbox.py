@@ -11,8 +11,9 @@ from dagster._core.definitions.asset_checks.asset_check_evaluation import (
     AssetCheckEvaluationTargetMaterializationData as Target,
 )
 
-from mergepipe_pipeline.assets.experts import EXPERT_INDEX, EXPERTS_TAG, USABLE, index_burst
+from mergepipe_pipeline.assets.experts import EXPERTS_TAG, USABLE, build_burst, index_key
 from mergepipe_pipeline.assets.metadata import description
+from mergepipe_pipeline.assets.place import ALONE, Place
 from mergepipe_pipeline.deploy.arrivals import ask
 from mergepipe_pipeline.deploy.inbox import InboxEntry, Patience, scan_inbox
 from mergepipe_pipeline.deploy.recorded import gone_inputs
@@ -29,27 +30,40 @@ from mergepipe_pipeline.sensors.ticks import (
     refuse_empty,
     standing_sensor,
 )
+from mergepipe_pipeline.settings import SHARDS
 from mergepipe_pipeline.text import in_one_line
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: Runs that one tick asks for at most, and experts of one run: few land as one run each.
 MAX_RUNS, MAX_EXPERTS = 8, 32
 
-index_job = dg.define_asset_job(
-    "index_experts",
-    selection=dg.AssetSelection.assets(EXPERT_INDEX).without_checks(),
-    description="Indexes one checkpoint of the inbox; inbox_sensor starts it when it is whole.",
-)
+#: The jobs that the sensor starts: of one expert, and of several.
+ONE, SEVERAL = "index_experts", "index_burst"
 
 
-def build_inbox_sensor(experts: dg.DynamicPartitionsDefinition) -> dg.SensorDefinition:
-    """The sensor over all that lands; `experts` are the partitions of the asset that it starts."""
+def build_index_jobs(place: Place = ALONE) -> list[Any]:
+    """These jobs."""
+    one = dg.define_asset_job(
+        place.name(ONE),
+        selection=dg.AssetSelection.assets(index_key(place)).without_checks(),
+        description="Indexes one checkpoint of the inbox; inbox_sensor starts it when it is whole.",
+    )
+    return [one, build_burst(SHARDS.value(), place)]
+
+
+def build_inbox_sensor(
+    experts: dg.DynamicPartitionsDefinition,
+    jobs: Sequence[Any] | None = None,
+    place: Place = ALONE,
+) -> dg.SensorDefinition:
+    """The sensor over all that lands; `experts` are the partitions of what its `jobs` make."""
 
     @standing_sensor(
         "Starts the index of every checkpoint that is new or changed, and whole, of the inbox and "
         "of those that recipes name elsewhere; its ticks say what waits and why.",
         SOON_S,
-        [index_job, index_burst],
+        jobs or build_index_jobs(place),
+        place,
     )
     def inbox_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SensorResult:
         """Requests the index of every watched checkpoint that the catalog does not know as it is.
@@ -58,7 +72,7 @@ def build_inbox_sensor(experts: dg.DynamicPartitionsDefinition) -> dg.SensorDefi
         and so does one whose run failed, longer each time. Nothing is asked for while a run indexes
         it.
         """
-        return _tick(context, mergepipe, experts)
+        return _tick(context, mergepipe, experts, place)
 
     return inbox_sensor
 
@@ -67,8 +81,9 @@ def _tick(
     context: dg.SensorEvaluationContext,
     mergepipe: MergePipe,
     experts: dg.DynamicPartitionsDefinition,
+    place: Place,
 ) -> dg.SensorResult:
-    ours, warehouse = Ours.of(context, mergepipe), mergepipe.warehouse
+    ours, warehouse = Ours.of(context, mergepipe, place), mergepipe.warehouse
     instance = ours.instance
     patience = Patience(mergepipe.inbox_quiet_s, mergepipe.inbox_retry_s, mergepipe.packs)
     busy = under_way(ours)
@@ -94,9 +109,9 @@ def _tick(
             *([experts.build_add_request(new)] if new else []),
             *([experts.build_delete_request(gone)] if gone else []),
         ],
-        cursor=report_usable(instance, landed, busy, context.cursor),
+        cursor=report_usable(ours, landed, busy, context.cursor),
         asset_events=[
-            dg.AssetObservation(EXPERT_INDEX, partition=name, description="It left the inbox.")
+            dg.AssetObservation(index_key(place), partition=name, description="It left the inbox.")
             for name in gone
         ],
         skip_reason=None if ready else dg.SkipReason(said),
@@ -115,7 +130,7 @@ def under_way(ours: Ours) -> set[str]:
     """The experts that a run indexes or will index, whoever asked for it."""
     names: set[str] = set()
     for run in ours.runs(ACTIVE):
-        if run.job_name in (index_job.name, index_burst.name):
+        if run.job_name in map(ours.place.name, (ONE, SEVERAL)):
             names.update(run.tags.get(EXPERTS_TAG, "").split(","))
             names.add(run.tags.get("dagster/partition", ""))
     return names
@@ -138,18 +153,19 @@ def _request(warehouse: Warehouse, some: Sequence[InboxEntry], ours: Ours) -> dg
     keys = [ask(warehouse, x.name, x.token) for x in some]
     tags = {**ours.tags, EXPERTS_TAG: ",".join(names)}
     if len(some) == 1:
-        return dg.RunRequest(keys[0], job_name=index_job.name, partition_key=names[0], tags=tags)
-    config = dg.RunConfig({"index_several": {"config": {"experts": names}}})
+        one = ours.place.name(ONE)
+        return dg.RunRequest(keys[0], job_name=one, partition_key=names[0], tags=tags)
+    config = dg.RunConfig({ours.place.name("index_several"): {"config": {"experts": names}}})
     # A burst lets merges and single arrivals pass.
     tags["dagster/priority"] = BURST_PRIORITY
-    return dg.RunRequest(keys[0], job_name=index_burst.name, run_config=config, tags=tags)
+    return dg.RunRequest(keys[0], job_name=ours.place.name(SEVERAL), run_config=config, tags=tags)
 
 
 _EVALUATED = dg.DagsterEventType.ASSET_CHECK_EVALUATION.value
 
 
 def report_usable(
-    instance: dg.DagsterInstance,
+    ours: Ours,
     landed: Sequence[InboxEntry],
     busy: Collection[str],
     cursor: str | None,
@@ -170,27 +186,25 @@ def report_usable(
         if now:
             after[x.name] = now
         if now != last:
-            _report(instance, x.name, x.fault)
+            _report(ours.instance, index_key(ours.place), x.name, x.fault)
     return json.dumps(after)
 
 
-def _report(instance: dg.DagsterInstance, name: str, fault: str | None) -> None:
+def _report(instance: dg.DagsterInstance, key: dg.AssetKey, name: str, fault: str | None) -> None:
     """Report the check of one partition.
 
     Dagster's own report without a run is one of each partition, for ever: its table has one row for
     each partition and run. So this one has the id of a run that there never was.
     """
     said = description(fault or "It is whole, and indexed as it is.")
-    instance.report_runless_asset_event(
-        dg.AssetObservation(EXPERT_INDEX, partition=name, description=said)
-    )
+    instance.report_runless_asset_event(dg.AssetObservation(key, partition=name, description=said))
     checked = dg.AssetCheckEvaluation(
-        EXPERT_INDEX,
+        key,
         USABLE,
         passed=fault is None,
         partition=name,
         description=said,
-        target_materialization_data=_target(instance, name),
+        target_materialization_data=_target(instance, key, name),
     )
     event = dg.DagsterEvent(_EVALUATED, job_name="", event_specific_data=checked)
     entry: Any = dg.EventLogEntry  # Dagster gives it no types
@@ -199,9 +213,9 @@ def _report(instance: dg.DagsterInstance, name: str, fault: str | None) -> None:
     storage.store_asset_check_event(made, storage.get_maximum_record_id())
 
 
-def _target(instance: dg.DagsterInstance, name: str) -> Target | None:
+def _target(instance: dg.DagsterInstance, key: dg.AssetKey, name: str) -> Target | None:
     """The last event of the index: of an earlier one the UI does not show the check."""
-    wanted = dg.AssetRecordsFilter(EXPERT_INDEX, asset_partitions=[name])
+    wanted = dg.AssetRecordsFilter(key, asset_partitions=[name])
     for record in instance.fetch_materializations(wanted, limit=1).records:
         made = record.event_log_entry
         return Target(storage_id=record.storage_id, run_id=made.run_id, timestamp=made.timestamp)

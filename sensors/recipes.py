@@ -14,6 +14,7 @@ from typing import Any
 
 import dagster as dg
 
+from mergepipe_pipeline.assets.place import ALONE, Place
 from mergepipe_pipeline.assets.recipes import on_schedule_key
 from mergepipe_pipeline.assets.status import changed_status
 from mergepipe_pipeline.deploy.inbox import reason_to_wait_for_packs
@@ -49,13 +50,17 @@ AssetJob = Any
 #: Why nothing is requested of a recipe that a run works on.
 RUNNING = "a run is under way"
 _WHOSE = {"nightly": "its schedule", "manual": "a person"}
+_STALE = (
+    "its definitions were made before its file could be read as it is. Next: reload the code "
+    "location"
+)
 #: The refusal that a run traces.
 REFUSAL_TAG = "mergepipe/refusal"
 
 
-def job_name(file: RecipeFile) -> str:
+def job_name(file: RecipeFile, place: Place = ALONE) -> str:
     """The job that runs a recipe's whole chain."""
-    return f"merge_{file.identifier}"
+    return place.name(f"merge_{file.identifier}")
 
 
 def request_or_reason(
@@ -98,7 +103,7 @@ def request_or_reason(
     is_late = is_time or file.recipe.trigger == "nightly"
     key = f"{file.name}:{wanted.sequence}:{wanted.wanted}:{wanted.inputs}"
     later = {"dagster/priority": NIGHTLY_PRIORITY} if is_late else None
-    return request(ours, key, tags, later, job_name=job_name(file))
+    return request(ours, key, tags, later, job_name=job_name(file, ours.place))
 
 
 def _due(
@@ -141,13 +146,16 @@ def build_recipe_sensor(
     refused: Mapping[str, str],
     jobs: Sequence[AssetJob],
     is_known: Callable[[], bool],
+    place: Place = ALONE,
+    of: str = "",
+    names: Collection[str] | None = None,
 ) -> dg.SensorDefinition:
-    """The level-triggered sensor over all recipe files.
+    """The level-triggered sensor over all recipe files, or those of these `names`.
 
     `loaded` are the recipes with a job, and `is_known` says whether the daemon knows them;
     `refused` says why Dagster takes no definitions of a file, by the file's token.
     """
-    layers = {file.name: file.layers for file in loaded}
+    as_loaded = {file.name: _as_defined(file, place) for file in loaded}
 
     def unready(file: RecipeFile) -> Standing | None:
         """Why a recipe has no job yet, if so."""
@@ -155,49 +163,58 @@ def build_recipe_sensor(
             return None
         if reason := refused.get(file.token):
             return standing(file, "cannot be used", reason)
-        if is_known() and layers.get(file.name) == file.layers:
+        if is_known() and as_loaded.get(file.name) == _as_defined(file, place):
             return None
-        return standing(file, "waiting", LOADING)
+        return standing(file, "waiting", _STALE if place.is_guest else LOADING)
 
     @standing_sensor(
         "Starts the merge of every recipe whose release is not what its inputs ask for; its ticks "
         "say of each recipe what is done and why, but only count many that are current.",
         SOON_S,
         list(jobs),
+        place,
+        of,
     )
     def recipe_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SensorResult:
         """Requests the chain of every recipe whose inputs, as indexed, are not what it released.
 
         A tick that requests runs tells of every recipe in its log, others as `_idle` does.
         """
-        instance, ours = context.instance, Ours.of(context, mergepipe)
+        instance, ours = context.instance, Ours.of(context, mergepipe, place)
         busy = recipes_under_way(ours)
         make_pools_known(instance)
-        requests, states = _look(mergepipe, ours, busy, unready)
+        files = [f for f in recipe_files(mergepipe.warehouse) if names is None or f.name in names]
+        requests, states = _look(mergepipe, ours, busy, unready, files)
         first = None if states else first_steps(mergepipe.warehouse)
-        shown = changed_status(instance, ours.tags, states, first, datetime.now(UTC))
+        shown = []
+        if not place.is_guest:
+            shown = changed_status(instance, ours.tags, states, first, datetime.now(UTC))
         if not requests:
             current = {name for name, where in states.items() if where.state == "current"}
-            _show_releases(instance, mergepipe, sorted(current.difference(busy)))
+            _show_releases(ours, mergepipe, sorted(current.difference(busy)))
         nothing = _idle(states) or first or "no recipes"
         return asked(context, requests, _lines(states), nothing, asset_events=shown)
 
     return recipe_sensor
 
 
-def _show_releases(
-    instance: dg.DagsterInstance, mergepipe: MergePipe, current: Sequence[str]
-) -> None:
+def _as_defined(file: RecipeFile, place: Place) -> Any:
+    """What the definitions of a recipe follow from, as far as they are not known by name."""
+    return file.parsed and file.parsed.text if place.is_guest else file.layers
+
+
+def _show_releases(ours: Ours, mergepipe: MergePipe, current: Sequence[str]) -> None:
     """Report the releases of recipes that are current and of which Dagster has no event.
 
     Their runs were ended once they had published, or worked for an instance that is gone.
     """
-    keys = [dg.AssetKey([name, "release"]) for name in current]
-    records = instance.get_asset_records(keys) if keys else ()  # one query
+    instance = ours.instance
+    keys = {ours.place.key(name, "release"): name for name in current}
+    records = instance.get_asset_records(list(keys)) if keys else ()  # one query
     entries = {r.asset_entry.asset_key: r.asset_entry for r in records}
-    for key in keys:
+    for key, name in keys.items():
         made = entries[key].last_materialization if key in entries else None
-        last = last_release(mergepipe.warehouse, key.path[0])
+        last = last_release(mergepipe.warehouse, name)
         if last and (not made or (made.tags or {}).get("dagster/data_version") != last.snapshot_id):
             said = "It was published, and no run was left to say so."
             event = dg.AssetMaterialization(
@@ -214,10 +231,11 @@ def _look(
     ours: Ours,
     busy: Collection[str],
     unready: Callable[[RecipeFile], Standing | None],
+    files: Sequence[RecipeFile],
 ) -> tuple[list[dg.RunRequest], dict[str, Standing]]:
     """The runs to request, and where each recipe is; `unready` says why one has no job yet."""
     requests, states = list[dg.RunRequest](), dict[str, Standing]()
-    for file in recipe_files(mergepipe.warehouse):
+    for file in files:
         asked: Standing | dg.RunRequest | None = unready(file)
         asked = asked or request_or_reason(mergepipe, file, ours, busy, is_time=False)
         if isinstance(asked, dg.RunRequest):
@@ -244,14 +262,16 @@ def _idle(states: Mapping[str, Standing]) -> str:
     return separated([*lines, f"{len(states) - len(others)} recipes: {CURRENT}"])
 
 
-def build_nightly(file: RecipeFile, job: AssetJob) -> dg.ScheduleDefinition | None:
+def build_nightly(
+    file: RecipeFile, job: AssetJob, place: Place = ALONE
+) -> dg.ScheduleDefinition | None:
     """The recipe's nightly run, at the cron time its `schedule` names; None without one."""
     schedule = file.recipe.schedule
     if schedule is None:
         return None
 
     @dg.schedule(
-        name=f"nightly_{job.name}",
+        name=place.name(f"nightly_merge_{file.identifier}"),
         description=(
             f"Merges {file.name} at this time if its inputs changed, and else confirms its release."
         ),
@@ -260,11 +280,12 @@ def build_nightly(file: RecipeFile, job: AssetJob) -> dg.ScheduleDefinition | No
         execution_timezone=file.recipe.timezone,
         default_status=dg.DefaultScheduleStatus.RUNNING,
     )
+    @place.bound
     def nightly(
         context: dg.ScheduleEvaluationContext, mergepipe: MergePipe
     ) -> dg.RunRequest | dg.SkipReason:
         """Runs the chain unless the release is current, or has failed too often."""
-        ours = Ours.of(context, mergepipe)
+        ours = Ours.of(context, mergepipe, place)
         refuse_empty(ours, mergepipe.warehouse)  # this is asked again each minute
         busy = recipes_under_way(ours)
         request = request_or_reason(mergepipe, file, ours, busy, is_time=True)
@@ -274,21 +295,21 @@ def build_nightly(file: RecipeFile, job: AssetJob) -> dg.ScheduleDefinition | No
             # It is as fresh as its schedule asks, and its age must not say otherwise.
             last = last_release(mergepipe.warehouse, file.name)
             assert last is not None
-            _confirm(context.instance, last)
+            _confirm(ours, last)
         return dg.SkipReason(visible(request.told))
 
     return nightly
 
 
-def _confirm(instance: dg.DagsterInstance, last: Release) -> None:
+def _confirm(ours: Ours, last: Release) -> None:
     """Say that the schedule passed, and that a release stays, which asks for nothing downstream."""
     said, metadata = "The schedule found nothing to merge: the release is current.", _metadata(last)
-    key = on_schedule_key(last.recipe)
+    key = on_schedule_key(last.recipe, ours.place)
     event = dg.AssetMaterialization(key, description=said, metadata=metadata)
-    instance.report_runless_asset_event(event)
-    release = dg.AssetKey([last.recipe, "release"])
+    ours.instance.report_runless_asset_event(event)
+    release = ours.place.key(last.recipe, "release")
     observation = dg.AssetObservation(release, description=said, metadata=metadata)
-    instance.report_runless_asset_event(observation)
+    ours.instance.report_runless_asset_event(observation)
 
 
 def _metadata(last: Release) -> dict[str, str | int]:
@@ -296,7 +317,7 @@ def _metadata(last: Release) -> dict[str, str | int]:
 
 
 def build_bisect_sensor(
-    jobs: Mapping[str, Any], is_known: Callable[[], bool]
+    jobs: Mapping[str, Any], is_known: Callable[[], bool], place: Place = ALONE, of: str = ""
 ) -> dg.SensorDefinition:
     """The level-triggered sensor over the recipes that have a job for this, by name.
 
@@ -308,13 +329,15 @@ def build_bisect_sensor(
         "what is done and why.",
         SOON_S,
         list(jobs.values()),
+        place,
+        of,
     )
     def bisect_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SensorResult:
         """Requests the bisection of every refusal that has no result yet."""
         make_pools_known(context.instance)
         if not is_known():
             return dg.SensorResult(skip_reason=dg.SkipReason(LOADING))
-        ours = Ours.of(context, mergepipe)
+        ours = Ours.of(context, mergepipe, place)
         requests, lines = list[dg.RunRequest](), list[str]()
         for file in recipe_files(mergepipe.warehouse):
             if file.name not in jobs or file.problem is not None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import dagster as dg
 
+from mergepipe_pipeline.assets.place import ALONE, Place
 from mergepipe_pipeline.assets.searches import SEARCH_TAG, candidates, pool
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
 from mergepipe_pipeline.resources import MergePipe
@@ -33,7 +34,11 @@ STEP_TAG = "mergepipe/search_step"
 
 
 def build_search_sensor(
-    jobs: Mapping[str, Mapping[str, Any]], identity: str, is_known: Callable[[], bool]
+    jobs: Mapping[str, Mapping[str, Any]],
+    identity: str,
+    is_known: Callable[[], bool],
+    place: Place = ALONE,
+    of: str = "",
 ) -> dg.SensorDefinition:
     """The level-triggered sensor over all search files; `jobs` by search and step.
 
@@ -46,13 +51,17 @@ def build_search_sensor(
         "workers, and has its front drawn and published; its ticks say where each is.",
         SOON_S,
         [job for steps in jobs.values() for job in steps.values()],
+        place,
+        of,
     )
     def search_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SensorResult:
         """Requests what searches ask for and no run does yet."""
         warehouse, states = mergepipe.warehouse, list[str]()
         requests, partitions = list[dg.RunRequest](), list[dg.AddDynamicPartitionsRequest]()
-        ours, known = Ours.of(context, mergepipe), jobs if is_known() else {}
+        ours, known = Ours.of(context, mergepipe, place), jobs if is_known() else {}
         for standing in standing_searches(warehouse, recipe_files(warehouse)):
+            if place.is_guest and standing.name not in jobs:
+                continue
             look = _Look(ours, identity, standing, known.get(standing.name, {}), mergepipe.retry_s)
             said = standing.problem or ("" if look.jobs else LOADING)
             try:
@@ -121,7 +130,8 @@ class _Look:
     ) -> Iterator[str]:
         """Request a run unless attempts at the same have failed lately; why not, if so."""
         tags = {SEARCH_TAG: self.standing.name, STEP_TAG: f"{step} {about}"}
-        keys = None if assets is None else [dg.AssetKey([self.standing.name, a]) for a in assets]
+        key, name = self.ours.place.key, self.standing.name
+        keys = None if assets is None else [key(name, asset) for asset in assets]
         made = request_or_reason_to_wait(
             self.ours,
             f"{self.standing.name}:{step}:{about}",
@@ -138,7 +148,7 @@ class _Look:
 
     def _shown(self, asset: str) -> str | None:
         """The results of which an asset was made last."""
-        key = dg.AssetKey([self.standing.name, asset])
+        key = self.ours.place.key(self.standing.name, asset)
         event = self.ours.instance.get_latest_materialization_event(key)
         made = event.asset_materialization if event else None
         return ((made.tags or {}) if made else {}).get("dagster/data_version")

@@ -23,6 +23,9 @@ from dagster._core.scheduler.instigation import InstigatorState
 from dagster._core.storage.tags import REPOSITORY_LABEL_TAG
 from dagster_shared.error import SerializableErrorInfo
 
+from mergepipe_pipeline.assets.experts import EXPERTS_TAG
+from mergepipe_pipeline.assets.place import ALONE, Place
+from mergepipe_pipeline.assets.searches import SEARCH_TAG
 from mergepipe_pipeline.deploy.instance import is_refused, own_name
 from mergepipe_pipeline.deploy.retry import (
     MOST_ATTEMPTS,
@@ -52,6 +55,8 @@ SENSORS = frozenset(
 RECIPE_TAG = "mergepipe/recipe"
 #: The number of a run among those at the same; a person's runs have that of the run they repeat.
 ATTEMPT_TAG = "mergepipe/attempt"
+#: Tags of which each run of our own jobs has one.
+_WORK_TAGS = {RECIPE_TAG, SEARCH_TAG, EXPERTS_TAG}
 _FAILED = [Status.FAILURE, Status.CANCELED]
 #: Runs that a look reads, those of persons among them; of failed ones the others are counted.
 _MOST_READ = 20
@@ -77,23 +82,31 @@ class Ours:
     """The part of an instance that one code location may touch.
 
     `tags` are those of our runs; `label` names the location as Dagster's storage does, None where
-    nobody says it, as to a schedule or outside of a location.
+    nobody says it, as to a schedule or outside of a location; `place` names what is ours there.
     """
 
     instance: dg.DagsterInstance
     tags: Mapping[str, str]
     label: str | None = None
+    place: Place = ALONE
 
     @staticmethod
     def of(
-        context: dg.SensorEvaluationContext | dg.ScheduleEvaluationContext, mergepipe: MergePipe
+        context: dg.SensorEvaluationContext | dg.ScheduleEvaluationContext,
+        mergepipe: MergePipe,
+        place: Place = ALONE,
     ) -> "Ours":
         """Ours as a tick sees it."""
         label = None
         if isinstance(context, dg.SensorEvaluationContext) and context.code_location_origin:
-            place = context.code_location_origin.location_name
-            label = f"{context.repository_name}@{place}"
-        return Ours(context.instance, mergepipe.tags, label)
+            location = context.code_location_origin.location_name
+            label = f"{context.repository_name}@{location}"
+        return Ours(context.instance, mergepipe.tags, label, place)
+
+    @property
+    def sensors(self) -> frozenset[str]:
+        """The names of all sensors that we may have."""
+        return frozenset(map(self.place.name, SENSORS))
 
     @property
     def location(self) -> dict[str, str]:
@@ -105,9 +118,11 @@ class Ours:
         made = run.remote_job_origin
         if made and self.label not in (None, made.repository_origin.get_label()):
             return False
+        if self.place.only_own and not _WORK_TAGS & run.tags.keys():
+            return False
         if WAREHOUSE_TAG in run.tags:
             return self.tags.items() <= run.tags.items()
-        return made is not None and _loads_ours_alone(run)
+        return made is not None and not self.place.is_guest and _loads_ours_alone(run)
 
     def runs(
         self, statuses: Sequence[Status], tags: Mapping[str, str] | None = None
@@ -127,7 +142,7 @@ class Ours:
     def has_sensor(self, state: InstigatorState) -> bool:
         """Whether a state that the instance keeps is of a sensor of ours."""
         return (
-            state.instigator_name in SENSORS
+            state.instigator_name in self.sensors
             and state.origin.repository_origin.get_label() == self.label
         )
 
@@ -143,7 +158,7 @@ def recipes_under_way(ours: Ours) -> set[str]:
     """The recipes that a run works on, or waits to; somebody's own choice of assets among them."""
     recipes = set[str]()
     for run in ours.runs(ACTIVE):
-        recipes |= {key.path[0] for key in run.asset_selection or ()}
+        recipes |= {ours.place.recipe_of(key) for key in run.asset_selection or ()}
         if RECIPE_TAG in run.tags:
             recipes.add(run.tags[RECIPE_TAG])
     return recipes
@@ -259,9 +274,13 @@ def interval_s(usual_s: int) -> int:
 
 
 def standing_sensor(
-    description: str, usual_s: int, jobs: Sequence[Any] | None = None
+    description: str,
+    usual_s: int,
+    jobs: Sequence[Any] | None = None,
+    place: Place = ALONE,
+    of: str = "",
 ) -> Callable[[Callable[..., Any]], dg.SensorDefinition]:
-    """A sensor of ours from a function, named as that and on from the start.
+    """A sensor of ours from a function, named as that (`of` something) and on from the start.
 
     One that asks for runs of `jobs` asks for nothing while the warehouse cannot be written: they
     would fail.
@@ -269,12 +288,13 @@ def standing_sensor(
 
     def decorate(tick: Callable[..., Any]) -> dg.SensorDefinition:
         sensor = dg.sensor(
+            name=place.name("_".join(filter(None, (of, tick.__name__)))),
             description=description,
             jobs=jobs,
             minimum_interval_seconds=interval_s(usual_s),
             default_status=dg.DefaultSensorStatus.RUNNING,
         )
-        return sensor(tick if jobs is None else _while_writable(tick))
+        return sensor(place.bound(tick if jobs is None else _while_writable(tick)))
 
     return decorate
 
@@ -343,7 +363,7 @@ def _known(ours: Ours) -> int:
     One that is made on a mount point has an identity of its own.
     """
     known = 0
-    for job in ("index_experts", "index_burst"):
+    for job in map(ours.place.name, ("index_experts", "index_burst")):
         wanted = dg.RunsFilter(job_name=job, tags=ours.location)
         runs = ours.instance.get_runs(wanted, limit=_MOST_READ)
         for identity in {run.tags[WAREHOUSE_TAG] for run in runs if WAREHOUSE_TAG in run.tags}:

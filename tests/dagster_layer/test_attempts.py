@@ -137,7 +137,7 @@ def test_a_run_that_was_made_and_not_queued_ends_and_is_asked_for_again(
     for silence_s, status in ((housekeeping.SILENCE_S, Status.NOT_STARTED), (0.0, Status.FAILURE)):
         monkeypatch.setattr(housekeeping, "SILENCE_S", silence_s)
         with dg.build_sensor_context(sensor.instance, resources={"mergepipe": mergepipe}) as tick:
-            housekeeping.orphans_sensor(tick)
+            housekeeping.build_orphans_sensor()(tick)
         found = [sensor.instance.get_run_by_id(run.run_id) for run in made]
         assert [run.status for run in found if run] == [status, status]
     ((again,), _) = sensor.tick()

@@ -245,7 +245,7 @@ def test_a_recipe_that_stands_still_for_long_is_told_once_until_it_goes_on(
             with dg.build_sensor_context(
                 cursor=cursor, resources={"mergepipe": MergePipe(home=str(home.root))}
             ) as context:
-                found = failures.stalled_sensor(context)
+                found = failures.build_stalled_sensor()(context)
             assert isinstance(found, dg.SensorResult)
             cursor = found.cursor
             time.sleep(0.02)

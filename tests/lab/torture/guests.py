@@ -34,7 +34,7 @@ from mergepipe_pipeline.assets.experts import experts_of
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.execution.plan_leases import lease_run
 from mergepipe_pipeline.resources import MergePipe
-from mergepipe_pipeline.sensors.housekeeping import orphans_sensor, retention_sensor
+from mergepipe_pipeline.sensors.housekeeping import build_orphans_sensor, build_retention_sensor
 from mergepipe_pipeline.sensors.inbox import build_inbox_sensor
 from mergepipe_pipeline.sensors.ticks import Ours, recipes_under_way
 from mergepipe_pipeline.verbs.index import index_arrival
@@ -242,7 +242,7 @@ class House:
     def _orphans(self, guest: Guest) -> list[str]:
         before = {r.run_id: r.status for r in self._instance.get_runs()}
         with self._tick_of(guest) as tick:
-            orphans_sensor(tick)
+            build_orphans_sensor()(tick)
         missed = []
         for run_id, told in guest.runs.items():
             if before.get(run_id) not in _BEGUN:
@@ -254,7 +254,7 @@ class House:
 
     def _retention(self, guest: Guest) -> list[str]:
         with self._tick_of(guest) as tick:
-            retention_sensor(tick)
+            build_retention_sensor()(tick)
         old = datetime.now().astimezone() - timedelta(days=35)
         left = self._instance.get_runs(dg.RunsFilter(statuses=list(_OVER), created_before=old))
         return [f"an old run is left: {r.status}" for r in left if r.run_id in guest.runs]

@@ -1,0 +1,1 @@
+"""The public door for projects of others: resource, builders of definitions, translator."""
