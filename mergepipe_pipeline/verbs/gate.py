@@ -91,6 +91,18 @@ def refuse_unready(evaluator: Evaluator | None, relative_to: Path | None) -> Pat
     return folder
 
 
+def measure(
+    warehouse: Warehouse, snapshot: str, recipe: Path, *, fresh: bool = False
+) -> Evaluation:
+    """Measure a snapshot, or what a ref names, as a recipe file says; anew if `fresh`.
+
+    Raises EvaluationError, NotFoundError, RecipeError.
+    """
+    evaluator = require_evaluator(load_recipe(recipe, warehouse))
+    found = load_snapshot(warehouse.snapshots, snapshot_of(warehouse, snapshot))
+    return evaluate(warehouse, found, evaluator, recipe.resolve().parent, fresh=fresh)
+
+
 def judge_snapshot(
     warehouse: Warehouse, parsed: ParsedRecipe, folder: Path, snapshot: Snapshot, ref: str
 ) -> Judged:

@@ -1,0 +1,198 @@
+"""What a project of somebody else puts among its own definitions.
+
+Nothing here sets an executor, or takes a name that others may have: keys have the prefix, names of
+jobs, sensors and resources begin with it, or with mergepipe.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import yaml
+
+from mergepipe_pipeline.assets.place import MergePipeTranslator, Place
+from mergepipe_pipeline.dagster.parts import (
+    of_housekeeping,
+    of_inbox,
+    of_recipes,
+    of_searches,
+    resources,
+)
+from mergepipe_pipeline.dagster.resource import MergePipeResource
+from mergepipe_pipeline.dagster.written import Source, is_several, written
+from mergepipe_pipeline.deploy.instance import identity_of
+from mergepipe_pipeline.deploy.recipe_files import RecipeFile, identifier_of, recipe_files
+from mergepipe_pipeline.errors import RecipeError
+from mergepipe_pipeline.resources import Engine
+from mergepipe_pipeline.sensors.reload import spreading
+from mergepipe_pipeline.settings import SHARDS
+from mergepipe_pipeline.storage.atomic import link_path
+from mergepipe_pipeline.verbs.search import standing_searches
+from mergepipe_pipeline.warehouse import Warehouse
+
+#: An asset: its key, as Dagster's users write it, or its definition.
+Asset = dg.AssetKey | str | Sequence[str] | dg.AssetsDefinition
+
+
+def build_inbox_defs(
+    *,
+    home: str | Path,
+    key_prefix: str | Sequence[str] = (),
+    group_name: str | None = None,
+    translator: MergePipeTranslator | None = None,
+) -> dg.Definitions:
+    """What makes checkpoints known that land: `expert_index`, its check, jobs and sensor."""
+    warehouse, place = _placed(home, key_prefix, group_name, translator)
+    return _with_resources(warehouse, place, of_inbox(warehouse, place))
+
+
+def build_recipe_defs(
+    recipes: Source,
+    *,
+    home: str | Path,
+    key_prefix: str | Sequence[str] = (),
+    group_name: str | None = None,
+    translator: MergePipeTranslator | None = None,
+    experts: Mapping[str, Asset] | None = None,
+    shards: int | None = None,
+) -> dg.Definitions:
+    """The chain, job, schedule and sensor of each recipe of a file, a folder, or texts by name.
+
+    They are written into the warehouse, whose inbox `build_inbox_defs` watches. Plans follow the
+    assets that make `experts`, by the experts' names; `shards` steps share a merge. Raises
+    RecipeError where there is no recipe, or none that uses such an expert.
+    """
+    warehouse, place = _placed(home, key_prefix, group_name, translator, experts)
+    names = written(recipes, warehouse.recipes)
+    files = [file for file in recipe_files(warehouse) if file.name in names]
+    _refuse_unused(place.makers, files)
+    of = "" if is_several(recipes) else identifier_of(names[0])
+    made = of_recipes(files, shards or SHARDS.value(), spreading(), place, of)
+    return _with_resources(warehouse, place, made)
+
+
+def build_window_defs(
+    run: str | Path,
+    *,
+    home: str | Path,
+    name: str = "window",
+    last: int = 8,
+    every: int | None = None,
+    schedule: str = "minus_sqrt",
+    decay: float | None = None,
+    recipe: Mapping[str, Any] | None = None,
+    key_prefix: str | Sequence[str] = (),
+    group_name: str | None = None,
+    translator: MergePipeTranslator | None = None,
+    training: Asset | None = None,
+    shards: int | None = None,
+) -> dg.Definitions:
+    """The recipe `name` of the last checkpoints of a training run, merged anew as they are saved.
+
+    A link to the run's folder, which may come later, lies in the inbox. `recipe` has other keys, as
+    `gate`; the plan follows the asset `training`.
+    """
+    folder = Path(run).resolve()
+    weights = {"schedule": schedule, **({} if decay is None else {"decay": decay})}
+    window = {"run": folder.name, "last": last, "weights": weights}
+    window |= {} if every is None else {"every": every}
+    text = {"merge_method": "linear", "models": [window], **(recipe or {})}
+    link = Warehouse.at(home).ensure().inbox / folder.name
+    if not link.is_symlink() and not link.exists():
+        link_path(str(folder), link)
+    return build_recipe_defs(
+        {name: yaml.safe_dump(text, sort_keys=False)},
+        home=home,
+        key_prefix=key_prefix,
+        group_name=group_name,
+        translator=translator,
+        experts=None if training is None else {folder.name: training},
+        shards=shards,
+    )
+
+
+def build_search_defs(
+    searches: Source,
+    *,
+    home: str | Path,
+    key_prefix: str | Sequence[str] = (),
+    group_name: str | None = None,
+    translator: MergePipeTranslator | None = None,
+    experts: Mapping[str, Asset] | None = None,
+) -> dg.Definitions:
+    """The assets, jobs and sensor of each search of a file, a folder, or texts by name."""
+    warehouse, place = _placed(home, key_prefix, group_name, translator, experts)
+    names = written(searches, warehouse.searches)
+    found = standing_searches(warehouse, recipe_files(warehouse))
+    files = [search for search in found if search.name in names]
+    of = "" if is_several(searches) else identifier_of(names[0])
+    made = of_searches(files, identity_of(warehouse), spreading(), place, of)
+    return _with_resources(warehouse, place, made)
+
+
+def build_housekeeping(
+    *,
+    home: str | Path,
+    key_prefix: str | Sequence[str] = (),
+    group_name: str | None = None,
+    translator: MergePipeTranslator | None = None,
+    only_own: bool = True,
+) -> dg.Definitions:
+    """What keeps disk and instance in order: `gc`, ends of dead runs, old runs, told failures.
+
+    Runs that are touched are those that our sensors and jobs start; unless `only_own`, all that use
+    the warehouse, with a training that lands an expert among them.
+    """
+    warehouse, place = _placed(home, key_prefix, group_name, translator, only_own=only_own)
+    return _with_resources(warehouse, place, of_housekeeping(place))
+
+
+def _placed(
+    home: str | Path,
+    key_prefix: str | Sequence[str],
+    group_name: str | None,
+    translator: MergePipeTranslator | None,
+    experts: Mapping[str, Asset] | None = None,
+    *,
+    only_own: bool = False,
+) -> tuple[Warehouse, Place]:
+    warehouse = Warehouse.at(home).ensure()
+    prefix = (key_prefix,) if isinstance(key_prefix, str) else tuple(key_prefix)
+    makers = {name: _key(asset) for name, asset in (experts or {}).items()}
+    identity = identity_of(warehouse)
+    return warehouse, Place(prefix, group_name, translator, identity, makers, only_own)
+
+
+def _key(asset: Asset) -> dg.AssetKey:
+    if isinstance(asset, dg.AssetsDefinition):
+        return asset.key
+    if isinstance(asset, str):
+        return dg.AssetKey.from_user_string(asset)
+    return asset if isinstance(asset, dg.AssetKey) else dg.AssetKey(asset)
+
+
+def _refuse_unused(makers: Mapping[str, dg.AssetKey], files: Sequence[RecipeFile]) -> None:
+    """Raise RecipeError for an expert that no recipe uses, or may come to use by a selector."""
+    unused = set(makers).difference(*(file.members for file in files))
+    if unused and not any(file.parsed is None or file.selected for file in files):
+        members = sorted({member for file in files for member in file.members})
+        raise RecipeError(
+            "No recipe uses an expert",
+            where="build_recipe_defs, experts",
+            expected="of " + ", ".join(members),
+            found=", ".join(sorted(unused)),
+            next_step="write the name that the recipe has for it",
+        )
+
+
+def _with_resources(home: Warehouse, place: Place, made: dg.Definitions) -> dg.Definitions:
+    own = resources(*_of_home(str(home.root)), place)
+    return dg.Definitions.merge(dg.Definitions(resources=own), made)
+
+
+@cache
+def _of_home(root: str) -> tuple[MergePipeResource, Engine]:
+    # Dagster merges definitions with a resource of one name where it is one object.
+    return MergePipeResource(home=root), Engine()

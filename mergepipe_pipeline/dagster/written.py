@@ -1,0 +1,50 @@
+"""Files of a project that a warehouse runs by itself: where they come from, and their copies."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from mergepipe_pipeline.deploy.recipe_files import yaml_files
+from mergepipe_pipeline.domain.bounds import NAME, NAME_FORM
+from mergepipe_pipeline.errors import RecipeError
+from mergepipe_pipeline.storage.atomic import write_atomic
+
+#: A file, a folder of files, or texts by name.
+Source = str | Path | Mapping[str, str]
+
+
+def written(source: Source, folder: Path) -> tuple[str, ...]:
+    """Write the files of a project into a folder of the warehouse; their names, in order.
+
+    Those that are there as they are stay. Raises RecipeError where there is none.
+    """
+    texts = dict(_read(source))
+    for name, text in texts.items():
+        path = folder / f"{name}.yml"
+        if not path.is_file() or path.read_bytes() != text:
+            write_atomic(path, text)
+    return tuple(texts)
+
+
+def is_several(source: Source) -> bool:
+    """Whether a source may get another file besides those that it has."""
+    return len(source) > 1 if isinstance(source, Mapping) else Path(source).is_dir()
+
+
+def _read(source: Source) -> list[tuple[str, bytes]]:
+    if isinstance(source, Mapping):
+        found = [(name, text.encode()) for name, text in source.items()]
+        where = ", ".join(source) or "recipes"
+    else:
+        path, where = Path(source), str(source)
+        files = list(yaml_files(path)) if path.is_dir() else [path] if path.is_file() else []
+        found = [(file.stem, file.read_bytes()) for file in files]
+    wrong = next((name for name, _ in found if not NAME.fullmatch(name)), None)
+    if found and wrong is None:
+        return found
+    raise RecipeError(
+        "There is no recipe or search that could run",
+        where=where,
+        expected=f"a file, a folder of them, or texts by name, which is {NAME_FORM}",
+        found="none" if wrong is None else repr(wrong),
+        next_step="correct the path or the name; paths start from the folder of the process",
+    )
