@@ -48,9 +48,14 @@ def new_content_hash() -> blake3:
     return blake3()
 
 
-def segment_digests(raw: memoryview, segment_nbytes: int) -> bytes:
-    """Per `segment_nbytes` of a tensor's stored bytes its BLAKE3 (16 bytes) and XXH3 (8)."""
+def segment_digests(raw: memoryview, segment_nbytes: int, *, is_made: bool = False) -> bytes:
+    """Per `segment_nbytes` of a tensor's stored bytes its BLAKE3 (16 bytes) and XXH3 (8).
+
+    Zeros stand for the BLAKE3 of what `is_made` of stored bytes: theirs is known.
+    """
     parts = (raw[a : a + segment_nbytes] for a in range(0, len(raw), segment_nbytes))
+    if is_made:
+        return b"".join(bytes(_BLAKE3_NBYTES) + xxhash.xxh3_64_digest(part) for part in parts)
     return b"".join(
         blake3(part).digest(_BLAKE3_NBYTES) + xxhash.xxh3_64_digest(part) for part in parts
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 
 from mergepipe_pipeline.checkpoints.reader import BlockReader, open_reader
-from mergepipe_pipeline.checkpoints.stored import Verifier, Verify, read_stored
+from mergepipe_pipeline.checkpoints.stored import Verifiers, read_stored
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.digest import segment_digests
@@ -58,33 +58,34 @@ def digest_view(
 ) -> Segments:
     """The digests of a view's own segments: its stored elements in another order, or decoded.
 
-    Afterwards the stored tensors are read again and verified against `known` segments, which
-    shows any earlier change. `checkpoints` are by source number. Raises CorruptionError,
-    CheckpointChangedError.
+    What is stored is verified against `known` segments: while it is decoded; or of rows in another
+    order by another reading afterwards, which shows any earlier change. `checkpoints` are by source
+    number. Raises CorruptionError, CheckpointChangedError.
     """
     with ExitStack() as stack:
         readers = {number: stack.enter_context(open_reader(c)) for number, c in checkpoints.items()}
+        verifiers = Verifiers(readers.__getitem__, known)
+        if not view.runs:
+            verifiers.of_stored(view.stored[0])
         digests = b"".join(
-            segment_digests(raw, segment_elems * itemsize(view.dtype))
-            for raw in _windows(readers, view, None)
+            segment_digests(raw, segment_elems * itemsize(view.dtype), is_made=True)
+            for raw in _windows(readers, view)
         )
-        for part in (Part(p.source, entry) for p in view.stored for entry in p.entries):
-            whole = view_of_part(part, part.entry.name)
-            verifier = Verifier(whole, known.of_part(part))
-            for _ in _windows(readers, whole, verifier.check):
+        for part in (Part(p.source, e) for p in view.stored for e in p.entries if view.runs):
+            verifiers.of_stored(part)
+            for _ in _windows(readers, view_of_part(part, part.entry.name)):
                 pass
+        verifiers.finish()
         for reader in readers.values():
             reader.verify_unchanged()
     return Segments(segment_elems, digests)
 
 
-def _windows(
-    readers: Mapping[int, BlockReader], view: TensorView, verify: Verify | None
-) -> Iterator[memoryview]:
+def _windows(readers: Mapping[int, BlockReader], view: TensorView) -> Iterator[memoryview]:
     """The stored bytes of a view, each window valid until the next."""
     buffer = bytearray(min(view.numel, _WINDOW_ELEMS) * itemsize(view.dtype))
     for start in range(0, view.numel, _WINDOW_ELEMS):
         stop = min(view.numel, start + _WINDOW_ELEMS)
         raw = memoryview(buffer)[: (stop - start) * itemsize(view.dtype)]
-        read_stored(readers.__getitem__, view, start, stop, raw, verify)
+        read_stored(readers.__getitem__, view, start, stop, raw)
         yield raw

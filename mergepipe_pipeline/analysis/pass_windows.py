@@ -65,7 +65,7 @@ class Family:
 
     @property
     def hashed_with(self) -> int | None:
-        """The expert that is compared with all of a whole base, so that its pass hashes both."""
+        """The expert that is compared with all of a plain base, so that its pass hashes both."""
         numels = [v.numel if v.stands_alone else -1 for v in self.experts]
-        is_hashed = self.base.whole is not None and self.base.numel in numels
+        is_hashed = self.base.is_plain and self.base.numel in numels
         return numels.index(self.base.numel) if is_hashed else None

@@ -75,9 +75,9 @@ def analyze_experts(
     `experts` bring their pairs of (own tensor, base's tensor), which have equal shapes; the base's
     tensor is read once for all that pair with it. Yields expert numbers with statistics, a tensor
     of the base at a time, so that a caller may keep what is done. `progress` is called with expert
-    bytes. Segments of whole tensors are taken; other tensors are verified against `known` segments
-    of the experts' checkpoints and then the base's. Raises CheckpointChangedError if a file changes
-    meanwhile, CorruptionError.
+    bytes. Segments of whole and of coded tensors are taken; others are verified against `known`
+    segments of the experts' checkpoints and then the base's. Raises CheckpointChangedError if a
+    file changes meanwhile, CorruptionError.
     """
     offsets: list[int] = []
     checkpoints: list[Checkpoint] = []
@@ -155,15 +155,16 @@ class _Gathered:
     def describe(self, number: int, window: DeltaWindow) -> _Figures:
         """The figures of a window of one expert, in any thread, and its bytes' digests."""
         figures = _describe(window, self._key, self._grid, self._base.numel)
-        if view := self._experts[number].whole:
-            figures.segments = self._digested(window.expert_raw, view.dtype)
+        if self._experts[number].is_plain:
+            figures.segments = self._digested(window.expert_raw, self._experts[number])
         if number == self._with_base:
-            figures.base_segments = self._digested(window.base_raw, self._base.dtype)
+            figures.base_segments = self._digested(window.base_raw, self._base)
         return figures
 
-    def _digested(self, raw: memoryview, dtype: str) -> tuple[bytes, ...]:
+    def _digested(self, raw: memoryview, view: TensorView) -> tuple[bytes, ...]:
         """Digests per level of the bytes of a window, which begins with a segment."""
-        return tuple(segment_digests(raw, n * itemsize(dtype)) for n in self._levels)
+        sizes = (n * itemsize(view.dtype) for n in self._levels)
+        return tuple(segment_digests(raw, size, is_made=view.is_made) for size in sizes)
 
     def add(self, by_expert: Sequence[_Figures]) -> None:
         """Take in the next window."""
@@ -176,7 +177,7 @@ class _Gathered:
         """The statistics of each expert's tensor."""
         base = self._joined(self._base_segments) if self._with_base is not None else ()
         return [
-            table.stats(self._joined(table.segments) if view.whole else (), base)
+            table.stats(self._joined(table.segments) if view.is_plain else (), base)
             for table, view in zip(self._tables, self._experts, strict=True)
         ]
 
@@ -226,8 +227,8 @@ class _Table:
         return TensorStats(
             tensor=view.name,
             base_tensor=self._base.name,
-            digest=segments[0].content if segments else "",
-            base_digest=base_segments[0].content if base_segments else "",
+            digest=segments[0].content if segments and view.whole else "",
+            base_digest=base_segments[0].content if base_segments and self._base.whole else "",
             dtype=view.dtype,
             base_dtype=self._base.dtype,
             numel=view.numel,

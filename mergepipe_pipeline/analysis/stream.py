@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
@@ -21,7 +20,7 @@ from mergepipe_pipeline.arrays import F32Array, U8Array
 from mergepipe_pipeline.checkpoints.low_rank import AdapterUpdate, open_update
 from mergepipe_pipeline.checkpoints.reader import BlockReader, open_reader
 from mergepipe_pipeline.checkpoints.rows import BaseRow, ExpertRow
-from mergepipe_pipeline.checkpoints.stored import Verifier, Verify, announce_stored, read_stored
+from mergepipe_pipeline.checkpoints.stored import Verifiers, Verify, announce_stored
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import FreeList, Workers, lookahead
 from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
@@ -124,7 +123,7 @@ class WindowReader:
     ) -> None:
         self._known = known
         #: Of the tensors, or families of them, that are under way.
-        self._verifiers: deque[list[tuple[TensorView, Verifier]]] = deque()
+        self._verifiers: deque[Verifiers] = deque()
         fits = fits_page_cache(sum(c.nbytes for c in checkpoints))
         reading: Reading = "ahead" if fits else "once"
         self._stack = ExitStack()
@@ -172,7 +171,8 @@ class WindowReader:
     ) -> Iterator[tuple[int, list[T]]]:
         """`work(family number)(expert number, window)` for all windows of all experts.
 
-        Whole tensors are not verified: their analysis takes their segments.
+        Whole tensors are not verified: their analysis takes their segments. Of coded ones the
+        stored tensors are, and it takes those of the values.
         Yields (family number, what `work` gave per expert) in order; a family without elements has
         one empty window. The base is read once per window. A window's `delta` is valid inside
         `work` only, its raw bytes until the next windows are taken; `n` is 0 beyond a tensor's end.
@@ -214,7 +214,7 @@ class WindowReader:
         """`work(window)` for every window of `numel` elements of all experts, as δ or as values."""
         updates = [self._update(v) for v in experts]
         base_update = self._update(base) if base else None
-        self._verifiers.append([])
+        self._begin()
         checks = [self._check(v) for v in experts]
         base_check = self._check(base) if base else None
         self._ahead.load_torch()
@@ -251,8 +251,13 @@ class WindowReader:
 
     def _finish(self) -> None:
         """Verify the segments of the oldest tensor that were read in part, lest they pile up."""
-        for view, verifier in self._verifiers.popleft():
-            verifier.finish(partial(read_stored, self._reader, view))
+        if self._known is not None:
+            self._verifiers.popleft().finish()
+
+    def _begin(self) -> None:
+        """Verify what is read of another tensor, or family of them, from now on."""
+        if self._known is not None:
+            self._verifiers.append(Verifiers(self._reader, self._known))
 
     def _expect(self, views: Iterable[TensorView]) -> None:
         """Tell sources that fetch ahead of the tensors that views read."""
@@ -262,12 +267,15 @@ class WindowReader:
         for number, entries in wanted.items():
             self._readers[number].expect(entries)
 
-    def _check(self, view: TensorView) -> Verify | None:
+    def _check(self, view: TensorView, *, is_taken: bool = False) -> Verify | None:
+        """What verifies a view; with `is_taken`, its segments are taken meanwhile."""
         if self._known is None or not view.stored:
             return None
-        verifier = Verifier(view, self._known.of_view(view))
-        self._verifiers[-1].append((view, verifier))
-        return verifier.check
+        if not is_taken:
+            return self._verifiers[-1].of_view(view)
+        if view.is_made:
+            self._verifiers[-1].of_stored(view.stored[0])
+        return None
 
     def _reader(self, source: int) -> BlockReader:
         return self._readers[source]
@@ -292,10 +300,10 @@ class WindowReader:
         updates = [self._update(v) for v in family.experts]
         base, base_update = family.base, self._update(family.base)
         needs_base = any(v.delta_needs_base for v in family.experts)
-        self._verifiers.append([])
-        checks = [None if is_taken and v.whole else self._check(v) for v in family.experts]
+        self._begin()
+        checks = [self._check(v, is_taken=is_taken and v.is_plain) for v in family.experts]
         is_base_taken = is_taken and family.hashed_with is not None
-        base_check = self._check(base) if needs_base and not is_base_taken else None
+        base_check = self._check(base, is_taken=is_base_taken) if needs_base else None
 
         def run(start: int, stop: int, buffers: Buffers) -> list[T]:
             raw_b = buffers.bytes(len(updates), (stop - start) * itemsize(base.dtype))
@@ -360,6 +368,11 @@ class WindowReader:
         dtype = expert.dtype if plain and expert.dtype == base.dtype else None
 
         def make() -> F32Array:
+            if dtype == "F32":
+                delta = at.delta[: _padded(n)]
+                np.subtract(raw.view(np.float32), raw_b.view(np.float32), out=delta[:n])
+                delta[n:] = 0
+                return delta
             self._ahead.load_torch()
             import torch
 

@@ -52,7 +52,7 @@ def whole_ids(folder: Path) -> frozenset[str]:
 
 
 class ContentFiles:
-    """The digests of a checkpoint, or of a view of rows in another order."""
+    """The digests of a checkpoint, or of views that are made of its tensors."""
 
     def __init__(self, folder: Path, owner_id: str) -> None:
         self._folder, self._id = folder / CONTENTS, owner_id
@@ -73,6 +73,11 @@ class ContentFiles:
             rows = self._rows() if is_whole else rows
         if names is not None and is_whole:
             self._write(self._id, [rows[name] for name in names])
+
+    def put_made(self, taken: Mapping[str, tuple[Segments, ...]]) -> None:
+        """Remember the segments of views, which have no digests. Raises StorageFullError."""
+        every = (_row(name, levels) for name, levels in taken.items())
+        self._write(self._id + _PART, [(name, "", coarse, fine) for name, _, coarse, fine in every])
 
     def all_known(self) -> Mapping[str, str] | None:
         """Tensor name to digest of all tensors; None if some are not known."""
@@ -158,7 +163,7 @@ class SegmentFiles:
 
 
 def _row(name: str, levels: Sequence[Segments]) -> Row:
-    """A tensor's row; a view in another order has segments of one length alone."""
+    """A tensor's row; a view may have segments of one length alone."""
     coarse, fine = (
         next(
             (level for level in levels if (level.segment_elems == COARSE_ELEMS) is is_coarse), None

@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ from mergepipe_pipeline.storage.source import (
 )
 
 if TYPE_CHECKING:
+    from mergepipe_pipeline.checkpoints.stored import Verify
     from mergepipe_pipeline.storage.read_batch import ReadBatch
 
 
@@ -69,6 +71,7 @@ class BlockReader:
         self._tally = tally or Tally()
         self._keeping = threading.Lock()
         self._kept: OrderedDict[tuple[str, int, int], U8Array] = OrderedDict()
+        self._verify: dict[str, Verify] = {}
 
     def read_into(
         self, entry: TensorEntry, start_elem: int, stop_elem: int, out: memoryview
@@ -82,6 +85,8 @@ class BlockReader:
         self._source.read_into(entry.file, start_byte, out)
         self._tally.read_s += time.perf_counter() - began
         self._tally.nbytes += len(out)
+        if verify := self._verify.get(entry.name):
+            verify(start_elem, stop_elem, out)
 
     def put(
         self,
@@ -101,6 +106,17 @@ class BlockReader:
         start_byte = self._start_byte(entry, start_elem, stop_elem, len(out))
         self._batched.put(batch, entry.file, start_byte, out)
         self._tally.nbytes += len(out)
+        if verify := self._verify.get(entry.name):
+            batch.then(partial(verify, start_elem, stop_elem, out))
+
+    def verify_with(self, entry: TensorEntry, verify: Verify) -> None:
+        """Give `verify` all that is read of a tensor from now on, instead of another."""
+        self._verify[entry.name] = verify
+
+    def verified(self, entry: TensorEntry, verify: Verify) -> None:
+        """Give `verify` no more, if it is given what is read of a tensor."""
+        if self._verify.get(entry.name) == verify:
+            del self._verify[entry.name]
 
     def lend(
         self, batch: ReadBatch, entry: TensorEntry, start_elem: int, stop_elem: int, use: Use

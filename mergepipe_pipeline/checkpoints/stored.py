@@ -21,8 +21,8 @@ from mergepipe_pipeline.checkpoints.reader import BlockReader
 from mergepipe_pipeline.digest import CHECKSUM_NBYTES, segment_checksums
 from mergepipe_pipeline.domain.blocks import Range, coalesce
 from mergepipe_pipeline.domain.checkpoint import TensorEntry
-from mergepipe_pipeline.domain.segments import Segments
-from mergepipe_pipeline.domain.view import Part, TensorView
+from mergepipe_pipeline.domain.segments import KnownSegments, Segments
+from mergepipe_pipeline.domain.view import Part, TensorView, view_of_part
 from mergepipe_pipeline.dtypes import TORCH_NAME, itemsize
 from mergepipe_pipeline.errors import CorruptionError
 
@@ -200,6 +200,33 @@ class Verifier:
             next_step="copy the file again; if the change is meant, `touch` it, so that it is "
             "analysed anew",
         )
+
+
+class Verifiers:
+    """Verifies what a pass reads of some views; each is finished when it was read."""
+
+    def __init__(self, readers: Readers, known: KnownSegments) -> None:
+        self._readers, self._known = readers, known
+        self._views: list[tuple[TensorView, Verifier]] = []
+
+    def of_view(self, view: TensorView) -> Verify:
+        """Compares the elements of a view, in its order."""
+        self._views.append((view, Verifier(view, self._known.of_view(view))))
+        return self._views[-1][1].check
+
+    def of_stored(self, part: Part) -> None:
+        """Compare all that is read of the stored tensors from which a part's values follow."""
+        for stored in (Part(part.source, entry) for entry in part.entries):
+            view = view_of_part(stored, stored.entry.name)
+            self._views.append((view, Verifier(view, self._known.of_part(stored))))
+            self._readers(stored.source).verify_with(stored.entry, self._views[-1][1].check)
+
+    def finish(self) -> None:
+        """Verify the segments that were read in part; raises as `Verifier.finish`."""
+        for view, verifier in self._views:
+            for part in view.stored:
+                self._readers(part.source).verified(part.entry, verifier.check)
+            verifier.finish(partial(read_stored, self._readers, view))
 
 
 class _Segment:

@@ -107,16 +107,16 @@ class Inputs:
             made += [view] if view.stored and view.is_made else []
         for source, names in sorted(needed.items()):
             self._ensure_parts(source, names)
-        for view in made:
-            self._ensure_view(view)
+        self._ensure_views(made)
 
     def of_view(self, view: TensorView) -> Segments:
         """The segments of the view's stored elements, in the view's order."""
         if not view.is_made:
             return self.of_part(view.stored[0])
         with self._lock:
-            self._ensure_view(view)
-            digests = self._of(self._view_id(view))[view.name]
+            self._ensure_views([view])
+            owner, name = self._place(view)
+            digests = self._of(owner)[name]
         return Segments(self._elems, digests, self._sources[view.stored[0].source].root)
 
     def of_part(self, part: Part) -> Segments:
@@ -139,16 +139,8 @@ class Inputs:
         source = self._sources[number]
         return open_checkpoint(source.root, source.name, probes=False)
 
-    def _view_id(self, view: TensorView) -> str:
-        parts = [
-            (
-                self._sources[p.source].checkpoint_id,
-                p.entry.name,
-                *(p.codes.rule if p.codes else ()),
-            )
-            for p in view.stored
-        ]
-        return digest_json([parts, [asdict(r) for r in view.runs]])[:24]
+    def _place(self, view: TensorView) -> tuple[str, str]:
+        return made_place(view, [s.checkpoint_id for s in self._sources])
 
     def _ensure_parts(self, number: int, names: Set[str]) -> None:
         checkpoint_id = self._sources[number].checkpoint_id
@@ -168,17 +160,36 @@ class Inputs:
         files.put(taken)
         del self._files[checkpoint_id]
 
-    def _ensure_view(self, view: TensorView) -> None:
+    def _ensure_views(self, views: Iterable[TensorView]) -> None:
         """Take the segments of what is made, from tensors that are verified meanwhile."""
-        view_id = self._view_id(view)
-        if view.name in self._of(view_id):
-            return
+        missing: dict[str, dict[str, TensorView]] = {}
+        for view in views:
+            owner, name = self._place(view)
+            if name not in self._of(owner):
+                missing.setdefault(owner, {})[name] = view
+        for owner, by_name in missing.items():
+            taken = {name: (self._taken(view),) for name, view in by_name.items()}
+            self._warehouse.catalog.contents(owner).put_made(taken)
+            del self._files[owner]
+
+    def _taken(self, view: TensorView) -> Segments:
         from mergepipe_pipeline.analysis.digests import digest_view
 
         checkpoints = {p.source: self._opened(p.source) for p in view.stored}
-        taken = digest_view(view, checkpoints, self._elems, self)
-        self._warehouse.catalog.contents(view_id).put({view.name: (taken,)})
-        del self._files[view_id]
+        return digest_view(view, checkpoints, self._elems, self)
+
+
+def made_place(view: TensorView, checkpoint_ids: Sequence[str]) -> tuple[str, str]:
+    """Where the catalog has the segments of a view that is made: an owner's id, and a name.
+
+    `checkpoint_ids` are by source number.
+    """
+    parts = [
+        (checkpoint_ids[p.source], p.entry.name, *(p.codes.rule if p.codes else ()))
+        for p in view.stored
+    ]
+    owner = digest_json(["views", checkpoint_ids[view.stored[0].source]])[:24]
+    return owner, digest_json([parts, [asdict(r) for r in view.runs]])[:24]
 
 
 def _views(layers: Iterable[LayerTask]) -> Iterator[tuple[TensorView, str]]:

@@ -22,7 +22,7 @@ from mergepipe_pipeline.domain.model import Model, view_digest
 from mergepipe_pipeline.domain.segments import Segments
 from mergepipe_pipeline.domain.stats import TensorStats
 from mergepipe_pipeline.facts.contents import Contents, refuse_changed
-from mergepipe_pipeline.facts.input_segments import pass_inputs
+from mergepipe_pipeline.facts.input_segments import made_place, pass_inputs
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.facts.analysed import AnalysedExpert
@@ -183,6 +183,7 @@ class _Findings:
         self._known: dict[str, Mapping[str, str]] = {}
         self._stats: list[list[TensorStats]] = [[] for _ in experts]
         self._digested: dict[str, tuple[Checkpoint, dict[str, tuple[Segments, ...]]]] = {}
+        self._made: dict[str, dict[str, tuple[Segments, ...]]] = {}
         self.unsaved_nbytes = 0
 
     def add(self, number: int, stats: TensorStats) -> None:
@@ -199,7 +200,12 @@ class _Findings:
     def _add_digests(self, model: Model, tensor: str, taken: tuple[Segments, ...]) -> None:
         if not taken:
             return
-        part = model.views[tensor].stored[0]
+        view = model.views[tensor]
+        if view.is_made:
+            owner, name = made_place(view, [c.checkpoint_id for c in model.checkpoints])
+            self._made.setdefault(owner, {})[name] = taken
+            return
+        part = view.stored[0]
         checkpoint, name = model.checkpoints[part.source], part.entry.name
         checkpoint_id = checkpoint.checkpoint_id
         if checkpoint_id not in self._known:
@@ -217,7 +223,9 @@ class _Findings:
         for checkpoint_id, (checkpoint, taken) in self._digested.items():
             files = self._catalog.contents(checkpoint_id)
             self._saving.put(partial(files.put, taken, checkpoint.by_name))
-        self._digested = {}
+        for owner, made in self._made.items():
+            self._saving.put(partial(self._catalog.contents(owner).put_made, made))
+        self._digested, self._made = {}, {}
         self.unsaved_nbytes = 0
 
     def wait(self) -> None:
