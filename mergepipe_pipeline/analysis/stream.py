@@ -27,6 +27,7 @@ from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.domain.segments import KnownSegments
 from mergepipe_pipeline.domain.view import TensorView, parts_of
 from mergepipe_pipeline.dtypes import itemsize
+from mergepipe_pipeline.operators.kernels.bits import subtract
 from mergepipe_pipeline.operators.kernels.kept_l1 import CHUNK_ELEMS
 from mergepipe_pipeline.storage.source import Reading
 from mergepipe_pipeline.storage.uncached import fits_page_cache
@@ -370,7 +371,7 @@ class WindowReader:
         def make() -> F32Array:
             if dtype == "F32":
                 delta = at.delta[: _padded(n)]
-                np.subtract(raw.view(np.float32), raw_b.view(np.float32), out=delta[:n])
+                subtract(raw.view(np.float32), raw_b.view(np.float32), delta[:n])
                 delta[n:] = 0
                 return delta
             self._ahead.load_torch()
