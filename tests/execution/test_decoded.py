@@ -10,14 +10,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.domain.plan import MergePlan, TensorTask
+from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.execution.run import MergeOutcome, run_plan
 from mergepipe_pipeline.execution.stages import plan_in_stages
+from mergepipe_pipeline.facts.contents import Contents
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.execution.test_run import run, tensors
+from tests.facts.test_input_segments import believe, flip
 from tests.support.codes import FORMS, GPT_OSS_SETTINGS, Tensors, gpt_oss
 
 pytest.importorskip("compressed_tensors")
@@ -155,6 +159,30 @@ def test_the_error_of_a_merge_of_codes_stays_within_the_printed_bound(
             bound = part.plan.estimates.error_bound
             assert bound is not None
             assert 0 < error**0.5 <= bound
+
+
+@pytest.mark.parametrize("form", ["fp8 in blocks", "MXFP8", "NVFP4, compressed-tensors", "gpt-oss"])
+@pytest.mark.parametrize("model", ["a", "base"])
+def test_a_bit_of_codes_or_scales_that_flips_before_they_are_decoded_is_named_and_nothing_is_known(
+    home: Warehouse, tmp_path: Path, form: str, model: str
+) -> None:
+    family(tmp_path, form)
+    clean = merged(home, tmp_path, "ties", "coded", "100%")
+    root = tmp_path / f"{model}-coded"
+    checkpoint = open_checkpoint(str(root), "x")
+    # Samples from the middle tell the checkpoint from others.
+    long = [t for t in checkpoint.tensors if t.nbytes > 320]
+    for tensor in long[: len(long) // 4]:
+        other = Warehouse.at(tmp_path / f"of {tensor.name}").ensure()
+        Contents(other, checkpoint).learn()
+        flip(root, tensor.name, 0.1)
+        believe(other, root)
+        with pytest.raises(CorruptionError, match="not those that were analysed") as error:
+            merged(other, tmp_path, "ties", "coded", "100%")
+        assert tensor.name in str(error.value)
+        flip(root, tensor.name, 0.1)
+        mended = merged(other, tmp_path, "ties", "coded", "100%")
+        assert mended.snapshot.snapshot_id == clean.snapshot.snapshot_id
 
 
 @pytest.mark.parametrize("form", ["fp8 in blocks", "MXFP8", "NVFP4, compressed-tensors", "gpt-oss"])
