@@ -182,8 +182,7 @@ def commit(
         )
         files: dict[str, bytes | Path] = {side.file: staging / side.file for side in copied}
         final = warehouse.snapshots / manifest.snapshot_id
-        marks = Marks(warehouse.stages)
-        is_new = not final.exists()
+        marks, is_new = Marks(warehouse.stages), not final.exists()
         if not is_new and (found := _found_right(marks, final, manifest, is_stage=is_stage)):
             return found
         provenance = _provenance(warehouse, plan, realised, times)
@@ -195,8 +194,7 @@ def commit(
         _refuse_damaged(warehouse, reused)
         snapshot = commit_snapshot(staged, warehouse.snapshots, warehouse.new_aside)
         marks.mark(snapshot.snapshot_id, is_stage=is_stage, is_new=is_new)
-        if (state := files_state(final, manifest, began_ns)) is not None:
-            marks.keep_state(snapshot.snapshot_id, state)
+        marks.keep_state(snapshot.snapshot_id, files_state(final, manifest, began_ns))
         return snapshot, Checked(frozenset(stored.sha256 for _, stored in reused), began_ns)
 
 
@@ -210,7 +208,7 @@ def _found_right(
     if damage_of(folder, checked=now if is_known else Checked()) is not None:
         return None
     marks.mark(folder.name, is_stage=is_stage, is_new=False)
-    if state is not None and not is_known:
+    if not is_known:
         marks.keep_state(folder.name, state)
     return load_snapshot(folder.parent, folder.name), Checked() if is_known else now
 

@@ -345,9 +345,10 @@ class Marks:
         for path in self._folder.glob("*.json"):
             yield path.stem, self._read(path) or {}
 
-    def keep_state(self, snapshot_id: str, state: str) -> None:
-        """Remember the state of files of which every byte was right."""
-        write_atomic(self._state_path(snapshot_id), seal({"read_in_state": state}))
+    def keep_state(self, snapshot_id: str, state: str | None) -> None:
+        """Remember the state of files of which every byte was right, if there is one."""
+        if state is not None:
+            write_atomic(self._state_path(snapshot_id), seal({"read_in_state": state}))
 
     def state(self, snapshot_id: str) -> str | None:
         """The state of a snapshot's files when they were right last; None if nobody knows."""
