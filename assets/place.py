@@ -1,7 +1,7 @@
 """Under which names the definitions of a warehouse stand in a code location."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, TypeVar
@@ -127,15 +127,22 @@ class Place:
         if not own:
             return work
 
-        @wraps(work)
-        def called(*args: Any, **kwargs: Any) -> Any:
-            return work(*args, **{own.get(name, name): value for name, value in kwargs.items()})
+        def renamed(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+            return {own.get(name, name): value for name, value in kwargs.items()}
 
-        said: Any = called
+        @wraps(work)
+        def several(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            yield from work(*args, **renamed(kwargs))
+
+        @wraps(work)
+        def once(*args: Any, **kwargs: Any) -> Any:
+            return work(*args, **renamed(kwargs))
+
+        called = several if inspect.isgeneratorfunction(work) else once
         own_names = (
             p.replace(name=keys.get(p.name, p.name)) for p in signature.parameters.values()
         )
-        said.__signature__ = signature.replace(parameters=list(own_names))
+        called.__dict__["__signature__"] = signature.replace(parameters=list(own_names))
         return called
 
 

@@ -37,7 +37,7 @@ from mergepipe_pipeline.assets.metadata import (
     table,
 )
 from mergepipe_pipeline.assets.place import ALONE, Place
-from mergepipe_pipeline.deploy.recipe_files import RecipeFile
+from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.domain.selector import by_expert
 from mergepipe_pipeline.errors import CorruptionError
@@ -90,6 +90,13 @@ def build_recipe_assets(
     ]
 
 
+def _now(file: RecipeFile, mergepipe: MergePipe, place: Place) -> RecipeFile:
+    """The recipe as it is: definitions of a guest stay while its selectors take others."""
+    if not place.is_guest:
+        return file
+    return next((f for f in recipe_files(mergepipe.warehouse) if f.name == file.name), file)
+
+
 def build_problem(file: RecipeFile, place: Place = ALONE) -> dg.AssetsDefinition:
     """An asset in the place of a recipe's plan that says why the recipe cannot be used."""
     return problem_asset(file, "plan", experts_used(file, place) if file.members else [], place)
@@ -106,7 +113,7 @@ def _conflicts(file: RecipeFile, place: Place) -> dg.AssetsDefinition:
         of it), below 0 where they agree.
         """
         started = time.monotonic()
-        reports = conflicts_of_recipe(mergepipe.warehouse, file)
+        reports = conflicts_of_recipe(mergepipe.warehouse, _now(file, mergepipe, place))
         return dg.MaterializeResult(
             data_version=dg.DataVersion(digest_json([[s, f.digest] for s, f in reports.items()])),
             metadata={
@@ -134,13 +141,14 @@ def _plan(file: RecipeFile, place: Place) -> dg.AssetsDefinition:
         recipe, what it costs and loses, and what any other budget would.
         """
         started = time.monotonic()
-        made = plan_recipe(mergepipe.warehouse, file, budget=engine.budget)
+        now = _now(file, mergepipe, place)
+        made = plan_recipe(mergepipe.warehouse, now, budget=engine.budget)
         seconds = round(time.monotonic() - started, 3)
         return dg.MaterializeResult(
             data_version=dg.DataVersion(made.plan_id),
             metadata={
-                **recipe_metadata(file),
-                **stages_metadata(file),
+                **recipe_metadata(now),
+                **stages_metadata(now),
                 **plan_metadata(made, curve_of_plan(mergepipe.warehouse, made)),
                 "expected seconds to merge": seconds_to_merge(mergepipe.warehouse, made),
                 "budget from": engine.budget_from(made.request.budget),
@@ -268,7 +276,7 @@ def _evaluation(file: RecipeFile, place: Place) -> dg.AssetsDefinition:
 
         A snapshot is measured once; what was measured is kept with the evaluator's log.
         """
-        measured, log = evaluate_recipe(mergepipe.warehouse, file)
+        measured, log = evaluate_recipe(mergepipe.warehouse, _now(file, mergepipe, place))
         return dg.MaterializeResult(
             data_version=dg.DataVersion(f"{measured.snapshot_id}-{measured.evaluator_id}"),
             metadata={
@@ -290,7 +298,7 @@ def _gate(file: RecipeFile, place: Place) -> dg.AssetChecksDefinition:
     @as_failure
     def gate(mergepipe: MergePipe) -> dg.AssetCheckResult:
         """The metrics are what the recipe's `gate:` asks for; else the ref stays as it is."""
-        verdict = judge_recipe(mergepipe.warehouse, file).verdict
+        verdict = judge_recipe(mergepipe.warehouse, _now(file, mergepipe, place)).verdict
         assert verdict is not None
         sentences = [verdict.summary, verdict.since, "" if verdict.passed else _next(file)]
         return dg.AssetCheckResult(
@@ -330,7 +338,8 @@ def _release(file: RecipeFile, place: Place) -> dg.AssetsDefinition:
 
         `mergepipe rollback` brings back the version before.
         """
-        ref, done = release_recipe(mergepipe.warehouse, file)
+        now = _now(file, mergepipe, place)
+        ref, done = release_recipe(mergepipe.warehouse, now)
         if file.recipe.schedule is not None:
             context.log_event(dg.AssetMaterialization(on_schedule_key(file.name, place)))
         plan = current_plan(mergepipe.warehouse, file.name)
@@ -338,7 +347,7 @@ def _release(file: RecipeFile, place: Place) -> dg.AssetsDefinition:
             data_version=dg.DataVersion(ref.snapshot_id),
             metadata={
                 "what changed": in_one_line(what_changed(mergepipe.warehouse, ref)),
-                **metrics_metadata(metrics_of(mergepipe.warehouse, file, ref)),
+                **metrics_metadata(metrics_of(mergepipe.warehouse, now, ref)),
                 **budget_metadata(plan),
                 "ref": ref.name,
                 "ref version": ref.number,
@@ -389,7 +398,10 @@ def build_bisect(file: RecipeFile, place: Place = ALONE) -> list[dg.AssetsDefini
         merged by itself. Not part of the recipe's own job: bisect_sensor starts it.
         """
         traced = trace_refusal(
-            mergepipe.warehouse, file, options=engine.options, tell=context.log.info
+            mergepipe.warehouse,
+            _now(file, mergepipe, place),
+            options=engine.options,
+            tell=context.log.info,
         )
         return dg.MaterializeResult(metadata=_traced_metadata(traced))
 

@@ -57,6 +57,7 @@ LONG = (
     "dagster_layer/test_commands.py",
     "dagster_layer/test_daemon.py",
     "dagster_layer/test_deleted.py",
+    "dagster_layer/test_existing_project.py",
     "dagster_layer/test_experts.py",
     "dagster_layer/test_gate.py",
     "dagster_layer/test_isolation.py",

@@ -5,6 +5,8 @@ jobs, sensors and resources begin with it, or with mergepipe.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,10 @@ from mergepipe_pipeline.dagster.resource import MergePipeResource
 from mergepipe_pipeline.dagster.written import Source, is_several, written
 from mergepipe_pipeline.deploy.instance import identity_of
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, identifier_of, recipe_files
+from mergepipe_pipeline.domain.selector import Selected, Selector
+from mergepipe_pipeline.domain.training_run import member_name
 from mergepipe_pipeline.errors import RecipeError
+from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.resources import Engine
 from mergepipe_pipeline.sensors.reload import spreading
 from mergepipe_pipeline.settings import SHARDS
@@ -66,7 +71,8 @@ def build_recipe_defs(
     """
     warehouse, place = _placed(home, key_prefix, group_name, translator, experts)
     names = written(recipes, warehouse.recipes)
-    files = [file for file in recipe_files(warehouse) if file.name in names]
+    found = (file for file in recipe_files(warehouse) if file.name in names)
+    files = [_foreseen(warehouse, file) for file in found]
     _refuse_unused(place.makers, files)
     of = "" if is_several(recipes) else identifier_of(names[0])
     made = of_recipes(files, shards or SHARDS.value(), spreading(), place, of)
@@ -171,6 +177,20 @@ def _key(asset: Asset) -> dg.AssetKey:
     if isinstance(asset, str):
         return dg.AssetKey.from_user_string(asset)
     return asset if isinstance(asset, dg.AssetKey) else dg.AssetKey(asset)
+
+
+def _foreseen(warehouse: Warehouse, file: RecipeFile) -> RecipeFile:
+    """A recipe, readable also while its selectors take nothing, as of a run that is to begin."""
+    if file.parsed is None:
+        with suppress(Exception):  # the file says what is wrong with it
+            parsed = load_recipe(warehouse.recipe_path(file.name), warehouse, _two)
+            return replace(file, parsed=parsed)
+    return file
+
+
+def _two(place: str, selector: Selector, reserved: Mapping[str, str]) -> Selected:
+    run = selector.run or "expert"
+    return Selected(place, selector, (member_name(run, 1), member_name(run, 2)))
 
 
 def _refuse_unused(makers: Mapping[str, dg.AssetKey], files: Sequence[RecipeFile]) -> None:

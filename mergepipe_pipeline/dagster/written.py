@@ -6,7 +6,7 @@ from pathlib import Path
 from mergepipe_pipeline.deploy.recipe_files import yaml_files
 from mergepipe_pipeline.domain.bounds import NAME, NAME_FORM
 from mergepipe_pipeline.errors import RecipeError
-from mergepipe_pipeline.storage.atomic import write_atomic
+from mergepipe_pipeline.storage.atomic import link_path, write_atomic
 
 #: A file, a folder of files, or texts by name.
 Source = str | Path | Mapping[str, str]
@@ -15,13 +15,18 @@ Source = str | Path | Mapping[str, str]
 def written(source: Source, folder: Path) -> tuple[str, ...]:
     """Write the files of a project into a folder of the warehouse; their names, in order.
 
-    Those that are there as they are stay. Raises RecipeError where there is none.
+    Those that are there as they are stay. Files beside them, as of evaluators, are linked. Raises
+    RecipeError where there is none.
     """
     texts = dict(_read(source))
     for name, text in texts.items():
         path = folder / f"{name}.yml"
         if not path.is_file() or path.read_bytes() != text:
             write_atomic(path, text)
+    if not isinstance(source, Mapping) and Path(source).is_dir():
+        for beside in Path(source).resolve().iterdir():
+            if beside.is_file() and beside.suffix not in {".yml", ".yaml"}:
+                link_path(beside, folder / beside.name)
     return tuple(texts)
 
 

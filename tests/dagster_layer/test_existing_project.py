@@ -1,21 +1,34 @@
 """A gated merge in a project that has an executor, resources, sensors and trainings of its own."""
 
-from collections.abc import Mapping
+import shutil
+import time
+from datetime import UTC, datetime, timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
 import pytest
+from dagster import DagsterRunStatus as Status
 
 from mergepipe_pipeline.dagster import (
+    MergePipeProps,
+    MergePipeResource,
+    MergePipeTranslator,
     build_housekeeping,
     build_inbox_defs,
     build_recipe_defs,
+    build_search_defs,
+    build_window_defs,
     door,
 )
 from mergepipe_pipeline.deploy.instance import identity_of
-from mergepipe_pipeline.verbs.deploy import last_release
+from mergepipe_pipeline.resources import WAREHOUSE_TAG, Engine
+from mergepipe_pipeline.verbs.deploy import current_plan, last_release
+from mergepipe_pipeline.verbs.register import register
+from mergepipe_pipeline.verbs.search import front, search_of
 from mergepipe_pipeline.warehouse import Warehouse
+from tests.search.world import EVALUATOR, SEARCH, World
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 
@@ -24,30 +37,65 @@ models:
   - {model: math, parameters: {weight: 0.5}}
   - {model: code, parameters: {weight: 0.5}}
 """
+GATE = """evaluate: {command: [python, eval.py]}
+gate: {size: {min: 1}}
+"""
+EXPERTS: dict[str, door.Asset] = {
+    "math": "training/math",
+    "code": dg.AssetKey(["training", "code"]),
+}
 
 
 @pytest.fixture(autouse=True)
-def _known_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def _at_once(home: Warehouse, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door, "spreading", lambda: lambda: True)
+    at_once = cache(lambda root: (MergePipeResource(home=root, inbox_quiet_s=0), Engine()))
+    monkeypatch.setattr(door, "_of_home", at_once)
 
 
-def training(name: str, source: Path, resource: str = "mergepipe") -> dg.AssetsDefinition:
+@dg.run_failure_sensor
+def failure_sensor(context: dg.RunFailureSensorContext) -> None:
+    """One of theirs, with a name that ours might have."""
+
+
+def training(key: list[str], source: Path, resource: str = "mergepipe") -> dg.AssetsDefinition:
     """An asset of somebody's that trains an expert and lands it."""
 
-    @dg.asset(key=["training", name], required_resource_keys={resource})
+    @dg.asset(key=key, required_resource_keys={resource})
     def train(context: dg.AssetExecutionContext) -> None:
-        getattr(context.resources, resource).land(source, name)
+        getattr(context.resources, resource).land(source, key[-1])
 
     return train
+
+
+def theirs(family: Path, resource: str = "mergepipe", *prefix: str) -> dg.Definitions:
+    """A project before it merges anything."""
+    made = {"math": "expert_00", "code": "expert_01"}
+    return dg.Definitions(
+        assets=[
+            training([*prefix, "training", name], family / source, resource)
+            for name, source in made.items()
+        ]
+    )
+
+
+SETTLED = dg.Definitions(
+    resources={"engine": "their engine"}, sensors=[failure_sensor], executor=dg.in_process_executor
+)
 
 
 class Project:
     """Definitions as a code location serves them, on an instance; sensors keep their cursors."""
 
-    def __init__(self, defs: dg.Definitions, instance: dg.DagsterInstance) -> None:
-        dg.Definitions.validate_loadable(defs)
-        self.defs, self.instance = defs, instance
+    def __init__(self, instance: dg.DagsterInstance, *parts: dg.Definitions) -> None:
+        self.defs, self.instance = dg.Definitions.merge(SETTLED, *parts), instance
+        dg.Definitions.validate_loadable(self.defs)
         self._cursors: dict[str, str | None] = {}
+
+    @property
+    def sensors(self) -> set[str]:
+        """The names of all sensors."""
+        return {sensor.name for sensor in self.defs.get_repository_def().sensor_defs}
 
     def tick(self, sensor: str) -> list[dg.ExecuteInProcessResult]:
         """Evaluate a sensor with the resources of the project, and run what it asks for."""
@@ -59,18 +107,23 @@ class Project:
             resources=repository.get_top_level_resources(),
         ) as context:
             found: Any = repository.get_sensor_def(sensor)(context)
+        if isinstance(found, dg.SkipReason):
+            return []
         self._cursors[sensor] = found.cursor
         for added in found.dynamic_partitions_requests or ():
             names = list(added.partition_keys)
             self.instance.add_dynamic_partitions(added.partitions_def_name, names)
-        return [self.run(r.job_name, r.partition_key, r.tags) for r in found.run_requests or ()]
+        return [self._run(request) for request in found.run_requests or ()]
 
-    def run(
-        self, job: str, partition: str | None = None, tags: Mapping[str, str] | None = None
-    ) -> dg.ExecuteInProcessResult:
-        """Run a job in this process."""
-        return self.defs.resolve_job_def(job).execute_in_process(
-            instance=self.instance, partition_key=partition, tags=dict(tags or {})
+    def _run(self, request: dg.RunRequest) -> dg.ExecuteInProcessResult:
+        assert request.job_name
+        return self.defs.resolve_job_def(request.job_name).execute_in_process(
+            instance=self.instance,
+            partition_key=request.partition_key,
+            run_config=request.run_config,
+            asset_selection=request.asset_selection,
+            tags=dict(request.tags),
+            raise_on_error=False,
         )
 
     def make(self, *keys: str) -> dg.ExecuteInProcessResult:
@@ -86,53 +139,183 @@ class Project:
         return {parent.to_user_string() for parent in node.parent_keys}
 
 
-@dg.run_failure_sensor
-def failure_sensor(context: dg.RunFailureSensorContext) -> None:
-    """One of theirs, with a name that ours might have."""
+def all_done(results: list[dg.ExecuteInProcessResult]) -> list[str]:
+    """The jobs of runs that all succeeded."""
+    assert all(result.success for result in results)
+    return [result.job_def.name for result in results]
 
 
-def theirs(family: Path, resource: str = "mergepipe") -> dg.Definitions:
-    """A project before it merges anything."""
-    made = {"math": "expert_00", "code": "expert_01"}
-    return dg.Definitions(
-        assets=[training(name, family / source, resource) for name, source in made.items()],
-        resources={"engine": "their engine"},
-        sensors=[failure_sensor],
-        executor=dg.in_process_executor,
-    )
-
-
-EXPERTS: dict[str, door.Asset] = {
-    "math": "training/math",
-    "code": dg.AssetKey(["training", "code"]),
-}
-
-
-def test_a_project_trains_indexes_merges_and_releases_without_a_reload(
-    home: Warehouse, family: Path, instance: dg.DagsterInstance
+def test_a_project_trains_indexes_merges_and_releases_through_a_gate_without_a_reload(
+    home: Warehouse, family: Path, tmp_path: Path, instance: dg.DagsterInstance
 ) -> None:
-    mine = theirs(family)
+    folder = tmp_path / "recipes"
+    folder.mkdir()
+    (folder / "both.yml").write_text(RECIPE + GATE)
+    (folder / "eval.py").write_text("print('{\"size\": 1}')")
     project = Project(
-        dg.Definitions.merge(
-            mine,
-            build_inbox_defs(home=home.root),
-            build_recipe_defs({"both": RECIPE}, home=home.root, experts=EXPERTS),
-            build_housekeeping(home=home.root),
-        ),
         instance,
+        theirs(family),
+        build_inbox_defs(home=home.root),
+        build_recipe_defs(folder, home=home.root, experts=EXPERTS),
     )
-    assert project.defs.executor is mine.executor
+    assert project.defs.executor is SETTLED.executor
     assert (project.defs.resources or {})["engine"] == "their engine"
     assert project.deps("both/plan") >= {"training/math", "training/code", "expert_index"}
-    assert project.tick("mergepipe_both_recipe_sensor") == []
+    assert project.tick("mergepipe_recipe_sensor") == []
     assert project.make("training/math", "training/code").success
-    indexed = project.tick("mergepipe_inbox_sensor")
-    assert [r.success for r in indexed] == [True, True]
-    (merged,) = project.tick("mergepipe_both_recipe_sensor")
-    assert merged.success
-    released = last_release(home, "both")
-    assert released is not None
-    assert project.tick("mergepipe_both_recipe_sensor") == []
+    assert len(all_done(project.tick("mergepipe_inbox_sensor"))) == 2
+    merged = project.tick("mergepipe_recipe_sensor")
+    assert all_done(merged) == ["mergepipe_merge_both"]
+    (gate,) = (e for e in merged[0].get_asset_check_evaluations() if e.check_name == "gate")
+    assert gate.passed
+    assert last_release(home, "both") is not None
+    assert project.tick("mergepipe_recipe_sensor") == []
     layers = f"mergepipe:both layers:{identity_of(home)}"
     made = instance.get_materialized_partitions(dg.AssetKey(["both", "layers"]))
     assert made == set(instance.get_dynamic_partitions(layers)) != set()
+
+
+def test_two_warehouses_stand_in_one_location_and_each_sensor_asks_for_its_own(
+    home: Warehouse, tmp_path: Path, family: Path, instance: dg.DagsterInstance
+) -> None:
+    homes = {"one": home, "two": Warehouse.at(tmp_path / "second").ensure()}
+    parts = list[dg.Definitions]()
+    for prefix, warehouse in homes.items():
+        makers = {name: f"{prefix}/training/{name}" for name in EXPERTS}
+        parts += [
+            theirs(family, f"{prefix}_mergepipe", prefix),
+            build_inbox_defs(home=warehouse.root, key_prefix=prefix),
+            build_recipe_defs(
+                {"both": RECIPE}, home=warehouse.root, key_prefix=[prefix], experts=makers
+            ),
+            build_housekeeping(home=warehouse.root, key_prefix=prefix),
+        ]
+    project = Project(instance, *parts)
+    assert project.make("one/training/math", "one/training/code").success
+    for prefix in homes:
+        assert len(project.tick(f"{prefix}_inbox_sensor")) == (2 if prefix == "one" else 0)
+    assert all_done(project.tick("one_both_recipe_sensor")) == ["one_merge_both"]
+    assert project.tick("two_both_recipe_sensor") == []
+    assert project.make("two/training/math", "two/training/code").success
+    for sensor in project.sensors - {"failure_sensor", "one_failure_sensor", "two_failure_sensor"}:
+        project.tick(sensor)
+    assert all_done(project.tick("two_both_recipe_sensor")) in (["two_merge_both"], [])
+    for prefix, warehouse in homes.items():
+        assert last_release(warehouse, "both") is not None
+        release = dg.AssetKey([prefix, "both", "release"])
+        event = instance.get_latest_materialization_event(release)
+        assert event is not None
+        run = instance.get_run_by_id(event.run_id)
+        assert run is not None
+        assert run.tags[WAREHOUSE_TAG] == identity_of(warehouse)
+
+
+class Ours(MergePipeTranslator):
+    """Puts a recipe's parts under `models`, and says who owns the release."""
+
+    def get_asset_spec(self, props: MergePipeProps) -> dg.AssetSpec:
+        spec = super().get_asset_spec(props)
+        if not props.name:
+            return spec
+        spec = spec.replace_attributes(
+            key=dg.AssetKey(["models", f"{props.name}_{props.part}"]), group_name="models"
+        )
+        if props.part != "release":
+            return spec
+        return spec.merge_attributes(owners=["team:models"], tags={"tier": "1"}, deps=["notice"])
+
+
+def test_what_a_translator_says_of_an_asset_is_what_runs_and_sensors_report(
+    home: Warehouse, family: Path, instance: dg.DagsterInstance
+) -> None:
+    project = Project(
+        instance,
+        theirs(family),
+        build_inbox_defs(home=home.root, translator=Ours()),
+        build_recipe_defs({"both": RECIPE}, home=home.root, translator=Ours(), experts=EXPERTS),
+    )
+    release = project.defs.resolve_asset_graph().get(dg.AssetKey(["models", "both_release"]))
+    assert release.owners == ["team:models"]
+    assert release.tags.items() >= {"recipe": "both", "tier": "1", "expert/math": ""}.items()
+    assert (release.group_name, dg.AssetKey("notice") in release.parent_keys) == ("models", True)
+    project.make("training/math", "training/code")
+    all_done(project.tick("mergepipe_inbox_sensor"))
+    job = project.defs.resolve_job_def("mergepipe_merge_both")
+    working = dg.DagsterRun("__ASSET_JOB", asset_selection=frozenset([release.key]))
+    working = working.with_status(Status.STARTED).with_tags({WAREHOUSE_TAG: identity_of(home)})
+    instance.run_storage.add_historical_run(working, datetime.now(UTC))
+    assert project.tick("mergepipe_both_recipe_sensor") == []  # that run works on it
+    instance.delete_run(working.run_id)
+    assert all_done(project.tick("mergepipe_both_recipe_sensor")) == [job.name]
+    shown = {key.to_user_string() for key in instance.get_asset_keys()}
+    assert shown >= {"models/both_release", "models/both_layers", "expert_index"}
+    assert not {key for key in shown if key.startswith("both/")}
+
+
+def test_housekeeping_of_a_guest_deletes_and_ends_runs_of_our_own_jobs_alone(
+    home: Warehouse, family: Path, instance: dg.DagsterInstance
+) -> None:
+    house = build_housekeeping(home=home.root)
+    project = Project(instance, theirs(family), house, build_inbox_defs(home=home.root))
+    assert project.make("training/math").success  # it has the resource, and with it the tag
+    long_ago, ours = datetime.now(UTC) - timedelta(days=40), {WAREHOUSE_TAG: identity_of(home)}
+    work = {**ours, "mergepipe/recipe": "both"}
+    for tags in ({}, ours, work):
+        for status in (Status.SUCCESS, Status.STARTED):
+            run = dg.DagsterRun("some", status=status, tags=tags)
+            instance.run_storage.add_historical_run(run, long_ago)
+    project.tick("mergepipe_retention_sensor")
+    project.tick("mergepipe_orphans_sensor")
+    left = [run.status for run in instance.get_runs() if run.tags == work]
+    assert left == [Status.FAILURE]
+    others = [run.status for run in instance.get_runs() if run.job_name == "some"]
+    assert sorted(others, key=str).count(Status.STARTED) == 2
+    assert len(instance.get_runs()) == 1 + 2 * 2 + 1
+
+
+def test_a_window_of_a_run_that_has_not_begun_slides_as_its_steps_are_saved(
+    home: Warehouse, family: Path, tmp_path: Path, instance: dg.DagsterInstance
+) -> None:
+    folder = tmp_path / "runs" / "sft"
+    project = Project(
+        instance,
+        training_run := dg.Definitions(assets=[dg.AssetSpec("sft")]),
+        build_inbox_defs(home=home.root),
+        build_window_defs(folder, home=home.root, last=2, schedule="uniform", training="sft"),
+    )
+    assert training_run.assets
+    assert "sft" in project.deps("window/plan")
+    assert project.tick("mergepipe_window_recipe_sensor") == []
+    taken = list[tuple[str, ...]]()
+    for step, expert in ((100, "expert_00"), (200, "expert_01"), (300, "expert_02")):
+        shutil.copytree(family / expert, folder / f"checkpoint-{step}")
+        for _ in range(2):
+            time.sleep(0.1)
+            all_done(project.tick("mergepipe_inbox_sensor"))
+        all_done(project.tick("mergepipe_window_recipe_sensor"))
+        plan = current_plan(home, "window")
+        taken.append(tuple(source.name for source in plan.sources))
+    assert taken == [
+        ("sft.step-100",),
+        ("sft.step-100", "sft.step-200"),
+        ("sft.step-200", "sft.step-300"),
+    ]
+
+
+def test_a_search_runs_in_a_project(
+    home: Warehouse, tmp_path: Path, instance: dg.DagsterInstance
+) -> None:
+    world = World(tmp_path / "models")
+    for name in ("base", "one", "zero"):
+        register(home, world.folder / name)
+    (home.searches / "eval.py").write_text(EVALUATOR)
+    text = SEARCH + "evaluations: 2\ninitial: 2\nworkers: 2\n"
+    project = Project(
+        instance,
+        build_inbox_defs(home=home.root),
+        build_search_defs({"mix": text}, home=home.root),
+    )
+    done = [all_done(project.tick("mergepipe_mix_search_sensor")) for _ in range(4)]
+    evaluated = ["mergepipe_evaluate_mix"] * 2
+    assert done == [["mergepipe_begin_mix"], evaluated, ["mergepipe_show_mix"], []]
+    assert front(home, search_of(home, "mix")).best

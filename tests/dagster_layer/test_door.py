@@ -1,0 +1,128 @@
+"""The door for projects of others: what it takes, names and refuses, without a run."""
+
+from pathlib import Path
+
+import dagster as dg
+import pytest
+
+from mergepipe_pipeline.dagster import (
+    MergePipeProps,
+    MergePipeResource,
+    MergePipeTranslator,
+    build_housekeeping,
+    build_inbox_defs,
+    build_recipe_defs,
+    build_search_defs,
+    build_window_defs,
+)
+from mergepipe_pipeline.errors import MergePipeError, RecipeError
+from mergepipe_pipeline.warehouse import Warehouse
+
+pytestmark = pytest.mark.filterwarnings("ignore::Warning")
+
+ONE = "merge_method: linear\nmodels:\n  - {model: math, parameters: {weight: 1}}\n"
+SEARCH = "recipe: no search yet\n"
+
+
+def all_parts(home: Path, prefix: str | tuple[str, ...] = ()) -> dg.Definitions:
+    """All that the door offers, of one warehouse."""
+    return dg.Definitions.merge(
+        build_inbox_defs(home=home, key_prefix=prefix),
+        build_recipe_defs({"a": ONE, "b.c": ONE}, home=home, key_prefix=prefix),
+        build_recipe_defs({"d": ONE}, home=home, key_prefix=prefix, experts={"math": "train"}),
+        build_window_defs(home / "runs" / "sft", home=home, key_prefix=prefix),
+        build_search_defs({"s": SEARCH}, home=home, key_prefix=prefix),
+        build_housekeeping(home=home, key_prefix=prefix),
+    )
+
+
+@pytest.mark.parametrize("prefix", [(), "team", ("our", "team-2")])
+def test_no_part_sets_an_executor_and_all_names_begin_as_their_place_says(
+    home: Warehouse, prefix: str | tuple[str, ...]
+) -> None:
+    defs = all_parts(home.root, prefix)
+    dg.Definitions.validate_loadable(defs)
+    assert defs.executor is None
+    path = (prefix,) if isinstance(prefix, str) else prefix
+    scope = "_".join(path or ("mergepipe",)).replace("-", "_")
+    repository = defs.get_repository_def()
+    names = {
+        *(sensor.name for sensor in repository.sensor_defs),
+        *(schedule.name for schedule in repository.schedule_defs),
+        *(job.name for job in repository.get_all_jobs() if job.name != "__ASSET_JOB"),
+        *(defs.resources or {}),
+    }
+    assert {name for name in names if name != scope and not name.startswith(f"{scope}_")} == set()
+    keys = defs.resolve_asset_graph().get_all_asset_keys() - {dg.AssetKey("train")}
+    assert {tuple(key.path[: len(path)]) for key in keys} == {path}
+
+
+def test_two_warehouses_and_a_location_of_our_own_load_together(
+    home: Warehouse, tmp_path: Path
+) -> None:
+    two = [all_parts(tmp_path / name, name) for name in ("one", "two")]
+    dg.Definitions.validate_loadable(dg.Definitions.merge(*two, all_parts(home.root)))
+
+
+def test_recipes_are_written_where_they_differ_and_files_beside_them_are_linked(
+    home: Warehouse, tmp_path: Path
+) -> None:
+    folder = tmp_path / "recipes"
+    folder.mkdir()
+    (folder / "a.yaml").write_text(ONE)
+    (folder / "eval.py").touch()
+    build_recipe_defs(folder, home=home.root)
+    first = home.recipe_path("a").stat()
+    assert (home.recipes / "eval.py").resolve() == folder / "eval.py"
+    build_recipe_defs(folder, home=home.root)
+    assert home.recipe_path("a").stat().st_ino == first.st_ino
+    (folder / "a.yaml").write_text(ONE + "dtype: bfloat16\n")
+    build_recipe_defs(folder / "a.yaml", home=home.root)
+    assert home.recipe_path("a").read_text() == ONE + "dtype: bfloat16\n"
+
+
+def test_a_source_without_a_recipe_and_a_name_that_is_a_path_are_refused(home: Warehouse) -> None:
+    for source in ({}, home.root / "nothing", {"../../up": ONE}):
+        with pytest.raises(RecipeError, match="no recipe or search that could run"):
+            build_recipe_defs(source, home=home.root)
+
+
+def test_an_expert_that_no_recipe_uses_is_refused_with_those_that_it_uses(home: Warehouse) -> None:
+    with pytest.raises(RecipeError, match=r"Expected of math, found maths\."):
+        build_recipe_defs({"a": ONE}, home=home.root, experts={"maths": "training/math"})
+
+
+class TwoKeys(MergePipeTranslator):
+    """Makes a key of what runs do not know."""
+
+    def get_asset_spec(self, props: MergePipeProps) -> dg.AssetSpec:
+        return props.spec.replace_attributes(key=[props.part, *sorted(props.spec.tags)])
+
+
+def test_a_translator_that_gives_one_asset_two_keys_is_refused(home: Warehouse) -> None:
+    with pytest.raises(MergePipeError, match="gives one asset two keys"):
+        build_inbox_defs(home=home.root, translator=TwoKeys())
+
+
+def test_a_recipe_that_cannot_be_read_is_one_asset_that_says_why(home: Warehouse) -> None:
+    defs = build_recipe_defs({"a": "merge_method: none\n", "b": ONE}, home=home.root)
+    graph = dg.Definitions.merge(build_inbox_defs(home=home.root), defs).resolve_asset_graph()
+    assert "merge_method" in (graph.get(dg.AssetKey(["a", "plan"])).description or "")
+    assert graph.get(dg.AssetKey(["b", "release"])).is_executable
+
+
+def test_the_resource_lands_registers_merges_and_measures(
+    home: Warehouse, family: Path, tmp_path: Path
+) -> None:
+    resource = MergePipeResource(home=str(home.root))
+    landed = resource.land(family / "expert_00", "math", tags=["new"])
+    assert (landed.name, home.catalog.tags("math")) == ("math", frozenset({"new"}))
+    assert resource.register(family / "expert_01", "code").version == 1
+    recipe = tmp_path / "r.yml"
+    evaluate = "evaluate: {command: [python, eval.py]}\n"
+    recipe.write_text(ONE.replace("math", str(family / "expert_00")) + evaluate)
+    (tmp_path / "eval.py").write_text("print('{\"size\": 2}')")
+    merged = resource.merge(recipe, publish=True)
+    assert merged.ref is not None
+    assert merged.ref.name == "r"
+    assert resource.evaluate("r", recipe).metrics == {"size": 2.0}
