@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import atexit
 import os
+import platform
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from mergepipe_pipeline.digest import sha256_hex
 
@@ -31,16 +34,27 @@ def cached_njit(**options: Any) -> Callable[[Function], Function]:
     """`numba.njit` with these options for a function whose compiled code is kept in a file."""
     import numba
 
+    from mergepipe_pipeline.carried import KernelCache
+
     def decorate(function: Function) -> Function:
-        config: Any = numba.config
-        given, config.CACHE_DIR = config.CACHE_DIR, str(kernel_cache())
-        try:  # the folder is looked at now, not when the function is compiled
-            compiled: Function = numba.njit(cache=True, **options)(function)
-        finally:
-            config.CACHE_DIR = given
-        return compiled
+        compiled: Any = numba.njit(**options)(function)
+        compiled._cache = KernelCache(function, carried_folder(), kernel_cache)
+        return cast(Function, compiled)
 
     return decorate
+
+
+@cache
+def carried_folder() -> Path:
+    """Where the wheel carries kernels of the sources as they are, for this Numba and Python."""
+    system = f"{sys.implementation.cache_tag}{sys.abiflags}-{sys.platform}-{platform.machine()}"
+    return _PACKAGE / "carried" / f"{_sources_digest()}-numba-{version('numba')}-{system}"
+
+
+@cache
+def _sources_digest() -> str:
+    """Of the sources as this process has loaded them: asked for first when a kernel is defined."""
+    return sha256_hex(b"".join(path.read_bytes() for path in sorted(kernel_sources())))[:16]
 
 
 @cache
@@ -51,8 +65,7 @@ def kernel_cache() -> Path:
     or for as long as this process lives. These take over what was compiled beside the sources, as
     when an image was built: Numba reads no folder that it cannot write.
     """
-    sources = b"".join(path.read_bytes() for path in sorted(kernel_sources()))
-    folder = f"kernels-{sha256_hex(sources)[:16]}"
+    folder = f"kernels-{_sources_digest()}"
     if given := os.environ.get("NUMBA_CACHE_DIR"):
         return Path(given) / folder
     beside = _PACKAGE / "__pycache__" / folder

@@ -89,9 +89,9 @@ class Console:
 
     def tell_of_compilation(self) -> None:
         """Say to people why the first merge after an installation takes longer."""
-        from mergepipe_pipeline.jit import kernel_cache
+        from mergepipe_pipeline.jit import carried_folder, kernel_cache
 
-        if not self.as_json and not kernel_cache().exists():
+        if not (self.as_json or carried_folder().exists() or kernel_cache().exists()):
             click.echo("compiling kernels, once after an installation: some 20 s", err=True)
 
     def show(self, data: Any, *lines: str) -> None:

@@ -2,7 +2,7 @@
 
 Numba compiles for the types that a kernel meets. So a tiny family is merged by every kind of
 kernel, packed, and merged from its packs under a budget; what that compiles is kept in
-`jit.kernel_cache`. For images, whose processes then compile nothing on a processor of the same
+`jit.kernel_cache`, and preferred to what a wheel carries. For images, on a processor of the same
 kind, and for suites, whose workers would each compile them.
 """
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from mergepipe_pipeline.analysis.kernels import count_in_bin_bfloat16
 from mergepipe_pipeline.bfloat16 import nearest
+from mergepipe_pipeline.carried import KernelCache
 from mergepipe_pipeline.checkpoints.codes import decode_run, decode_run_bfloat16, small_float
 from mergepipe_pipeline.checkpoints.fp8_blocks import code_rows
 from mergepipe_pipeline.domain.stats import HIST_SHIFT
@@ -58,13 +59,14 @@ _RECIPES = (
 
 
 def compile_kernels() -> Path:
-    """Compile all kernels that are not compiled yet; the folder where they are."""
+    """Compile all kernels that this processor has not compiled yet; the folder where they are."""
+    KernelCache.takes_carried = False
     for path in kernel_sources():  # an image keeps full seconds, and Numba looks at the time
         if os.access(path, os.W_OK):
             seconds = int(path.stat().st_mtime)
             os.utime(path, (seconds, seconds))
     with tempfile.TemporaryDirectory(prefix="mergepipe-kernels-") as folder:
-        _merge_all(Path(folder))
+        merge_all(Path(folder))
     read = np.frombuffer(bytes(16), np.uint16)  # few cuts fall among many alike
     count_in_bin_bfloat16(read, read, 0, np.zeros(1 << HIST_SHIFT, np.uint32))
     values, codes = np.zeros((1, 1), np.float32), np.zeros((1, 1), np.uint8)
@@ -77,7 +79,8 @@ def compile_kernels() -> Path:
     return kernel_cache()
 
 
-def _merge_all(folder: Path) -> None:
+def merge_all(folder: Path) -> None:
+    """Merge and pack a tiny family in a folder, in every way that has kernels of its own."""
     for dtype in ("BF16", "F32"):
         base, *experts = (folder / dtype / f"model_{n}" for n in range(4))
         for seed, model in enumerate((base, *experts)):

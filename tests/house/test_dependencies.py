@@ -63,3 +63,9 @@ def test_what_demo_and_evaluators_import_is_a_dependency_or_in_an_extra() -> Non
 
 def test_what_tests_import_is_a_dependency_or_in_an_extra() -> None:
     assert imported((ROOT / "tests").rglob("*.py")) <= CORE.union(*EXTRAS.values())
+
+
+def test_a_wheel_is_built_with_the_numba_that_an_installation_gets() -> None:
+    required = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    pins = [text.partition(";")[0] for text in required if text.startswith("numba")]
+    assert pins == re.findall(r"^numba==.*", (ROOT / "constraints.txt").read_text(), re.M)

@@ -11,13 +11,34 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_jit import compiled_by, numbers
+
 ROOT = Path(__file__).parents[2]
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "mergepipe_pipeline", "assets", "sensors")
+SOURCES = [
+    "pyproject.toml",
+    "setup.py",
+    "README.md",
+    "LICENSE",
+    "mergepipe_pipeline",
+    "assets",
+    "sensors",
+]
+#: Merges by every method and packs, in a folder, and the snapshots of it all.
+MERGES = """-c
+import sys
+from pathlib import Path
+from mergepipe_pipeline.demo.kernels import merge_all
+
+folder = Path({folder!r})
+merge_all(folder)
+ids = sorted(path.name for path in folder.glob("warehouse-*/snapshots/*"))
+(folder / "ids").write_text(str(ids))
+"""
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the wheel holds."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of the sources."""
     root = tmp_path_factory.mktemp("wheel")
     (root / "src").mkdir()
     for name in SOURCES:  # a build writes beside the sources
@@ -29,8 +50,14 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(root)]
     subprocess.run([sys.executable, "-m", "pip", *build, str(root / "src")], check=True)
     (wheel,) = root.glob("*.whl")
-    zipfile.ZipFile(wheel).extractall(root / "installed")
-    return root / "installed"
+    return wheel
+
+
+@pytest.fixture
+def installed(wheel: Path, tmp_path: Path) -> Path:
+    """A folder with what the wheel holds."""
+    zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
+    return tmp_path / "installed"
 
 
 def test_the_wheel_puts_one_package_at_the_top_level(installed: Path) -> None:
@@ -68,3 +95,48 @@ def test_a_project_with_assets_and_sensors_of_its_own_loads_the_pipeline(
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.startswith(str(installed))
+
+
+def ids_of_merges(root: Path, folder: Path, home: Path, *, is_read_only: bool) -> str:
+    """The snapshots that a package in `root` makes of a family in a folder."""
+    folder.mkdir()
+    code = MERGES.format(folder=str(folder))
+    loaded, compiled = compiled_by(root, code, home, is_read_only=is_read_only)
+    assert not is_read_only or (loaded > 40, compiled) == (True, 0)
+    ids = (folder / "ids").read_text()
+    shutil.rmtree(folder)
+    return ids
+
+
+def test_the_first_merges_and_packs_of_an_installation_compile_nothing_and_give_the_same_bits(
+    wheel: Path, tmp_path: Path
+) -> None:
+    place, folder, home = tmp_path / "place", tmp_path / "family", tmp_path / "home"
+    install = ["install", "--quiet", "--no-deps", "--target", str(place), str(wheel)]
+    subprocess.run([sys.executable, "-m", "pip", *install], check=True)
+    first = ids_of_merges(place, folder, home, is_read_only=True)
+    assert not [path for path in home.rglob("*") if path.is_file()]
+    assert first == ids_of_merges(ROOT, folder, home, is_read_only=False) != "[]"
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_a_carried_kernel_is_left_where_its_sources_are_others(
+    installed: Path, *, is_changed: bool
+) -> None:
+    before = numbers(ROOT)
+    path = installed / "mergepipe_pipeline/operators/kernels/splitmix.py"
+    if is_changed:
+        path.write_text(path.read_text().replace("0xBF58476D1CE4E5B9", "0xBF58476D1CE4E5BB"))
+    after = numbers(installed)
+    assert after[0]
+    assert (after != before) == is_changed
+
+
+def test_a_carried_kernel_is_left_where_the_processor_lacks_what_it_needs(
+    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "-c import numpy as np; from mergepipe_pipeline.operators.kernels.bits import narrow; "
+    code += "narrow(np.ones(9, np.float32), np.ones(9, np.uint16))"
+    assert compiled_by(installed, code, tmp_path, is_read_only=False) == (1, 0)
+    monkeypatch.setenv("NUMBA_CPU_NAME", "generic")
+    assert compiled_by(installed, code, tmp_path, is_read_only=False) == (0, 1)
