@@ -1,0 +1,316 @@
+"""The door as components of Dagster: definitions from YAML, for `dg` and its UI.
+
+Each component hands its attributes to one `build_*_defs`. Paths start from the YAML's folder.
+"""
+
+from abc import ABC
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import dagster as dg
+import yaml
+from dagster.components import ComponentTypeSpec, scaffold_component
+from dagster.components.utils.translation import TranslationFn, TranslationFnResolver
+
+from mergepipe_pipeline.assets.place import MergePipeProps, MergePipeTranslator
+from mergepipe_pipeline.dagster.door import (
+    build_inbox_defs,
+    build_recipe_defs,
+    build_search_defs,
+    build_window_defs,
+)
+from mergepipe_pipeline.dagster.written import Source
+from mergepipe_pipeline.recipe.windows import SCHEDULES
+
+
+def _path(context: dg.ResolutionContext, value: str) -> str:
+    return str(context.resolve_source_relative_path(str(Path(value).expanduser())))
+
+
+def _source(context: dg.ResolutionContext, value: str | Mapping[str, Any]) -> Source:
+    if isinstance(value, str):
+        return _path(context, str(context.resolve_value(value)))
+    found = {name: _rendered(context.at_path(name), one) for name, one in value.items()}
+    return {
+        name: one if isinstance(one, str) else yaml.safe_dump(one, sort_keys=False)
+        for name, one in found.items()
+    }
+
+
+def _rendered(context: dg.ResolutionContext, value: Any) -> Any:
+    """A recipe with its `{{ … }}` filled in, and all else as it stands.
+
+    Dagster reads each text anew, so that a revision of digits becomes a number; and templates of
+    chats, which have statements, are the recipe's own.
+    """
+    if isinstance(value, Mapping):
+        return {key: _rendered(context.at_path(key), one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_rendered(context.at_path(place), one) for place, one in enumerate(value)]
+    is_template = isinstance(value, str) and "{{" in value and "{%" not in value
+    return context.resolve_value(value) if is_template else value
+
+
+def _written_as(attributes: Callable[[str], Mapping[str, Any]]) -> type[dg.Scaffolder]:
+    """What `dg scaffold defs` writes: an example with the name of the component's folder."""
+
+    class Example(dg.Scaffolder):
+        def scaffold(self, request: dg.ScaffoldRequest) -> None:
+            path = request.target_path
+            name = path.parent.name if request.append else path.name
+            home = "{{ context.project_root }}/warehouse"
+            scaffold_component(request, {"home": home, **attributes(name)})
+
+    return Example
+
+
+class _Translator(MergePipeTranslator):
+    def __init__(self, component: "_OfWarehouse") -> None:
+        self._component = component
+
+    def get_asset_spec(self, props: MergePipeProps) -> dg.AssetSpec:
+        return self._component.get_asset_spec(props)
+
+
+_Path = dg.Resolver(_path, model_field_type=str)
+_Files = str | Mapping[str, Any]
+_Experts = Annotated[
+    dict[str, dg.ResolvedAssetKey],
+    dg.Resolver.default(
+        description="The assets that make experts, by the experts' names: plans follow them.",
+        examples=[{"math": "training/math"}],
+    ),
+]
+_Shards = Annotated[
+    int | None, dg.Resolver.default(description="How many steps share a merge; MERGEPIPE_SHARDS.")
+]
+
+
+def _files(description: str, example: Mapping[str, Any]) -> dg.Resolver:
+    return dg.Resolver(
+        _source,
+        model_field_type=_Files,
+        inject_before_resolve=False,
+        description=f"{description}: a folder, a file, or texts or mappings by name.",
+        examples=["recipes", example],
+    )
+
+
+@dataclass(kw_only=True)
+class _OfWarehouse(dg.Component, dg.Resolvable, ABC):
+    home: Annotated[
+        str,
+        dg.Resolver(
+            _path,
+            model_field_type=str,
+            description="The folder of the warehouse.",
+            examples=["{{ context.project_root }}/warehouse", "{{ env.MERGEPIPE_HOME }}"],
+        ),
+    ]
+    key_prefix: Annotated[
+        str | Sequence[str],
+        dg.Resolver.default(
+            description="What asset keys, and names of jobs, sensors and resources, begin with."
+        ),
+    ] = ()
+    group_name: Annotated[
+        str | None, dg.Resolver.default(description="The group of all assets; the recipe's name.")
+    ] = None
+    translation: Annotated[
+        TranslationFn[MergePipeProps] | None,
+        TranslationFnResolver[MergePipeProps](
+            lambda props: {"props": props, "name": props.name, "part": props.part}
+        ),
+    ] = None
+
+    @classmethod
+    def get_spec(cls) -> ComponentTypeSpec:
+        """What lists of components say of this one."""
+        return ComponentTypeSpec(tags=["llm", "model-merging"])
+
+    def get_asset_spec(self, props: MergePipeProps) -> dg.AssetSpec:
+        """The spec of an asset, as `translation` says; for subclasses to say otherwise."""
+        return props.spec if self.translation is None else self.translation(props.spec, props)
+
+    def _place(self) -> dict[str, Any]:
+        return {
+            "home": self.home,
+            "key_prefix": self.key_prefix,
+            "group_name": self.group_name,
+            "translator": _Translator(self),
+        }
+
+
+@dg.scaffold_with(_written_as(lambda name: {}))
+@dataclass(kw_only=True)
+class InboxComponent(_OfWarehouse):
+    """Makes checkpoints known that land in a warehouse: `expert_index`, its check and sensor.
+
+    A warehouse has one. It brings the resource `mergepipe`, by which assets land what they train.
+
+    Example:
+
+        .. code-block:: yaml
+
+            type: mergepipe_pipeline.dagster.InboxComponent
+            attributes:
+              home: "{{ context.project_root }}/warehouse"
+    """
+
+    def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
+        """The definitions of `build_inbox_defs`."""
+        return build_inbox_defs(**self._place())
+
+
+_RECIPE = {
+    "merge_method": "linear",
+    "models": [
+        {"model": "math", "parameters": {"weight": 0.5}},
+        {"model": "code", "parameters": {"weight": 0.5}},
+    ],
+    "dtype": "bfloat16",
+}
+
+
+@dg.scaffold_with(_written_as(lambda name: {"recipes": {name: _RECIPE}}))
+@dataclass(kw_only=True)
+class MergeRecipeComponent(_OfWarehouse):
+    """Merges experts by recipes, again when one of them changes, and releases what passes.
+
+    Each recipe gets a chain of assets from `plan` to `release`, a job, its schedule and a sensor.
+
+    Example:
+
+        .. code-block:: yaml
+
+            type: mergepipe_pipeline.dagster.MergeRecipeComponent
+            attributes:
+              home: "{{ context.project_root }}/warehouse"
+              experts: {math: training/math, code: training/code}
+              recipes:
+                both:
+                  merge_method: linear
+                  models:
+                    - {model: math, parameters: {weight: 0.5}}
+                    - {model: code, parameters: {weight: 0.5}}
+              translation:
+                owners: ["team:models"]
+                tags: {step: "{{ part }}"}
+    """
+
+    recipes: Annotated[Source, _files("Recipes", {"both": _RECIPE})]
+    experts: _Experts = field(default_factory=dict)
+    shards: _Shards = None
+
+    def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
+        """The definitions of `build_recipe_defs`."""
+        place = self._place()
+        return build_recipe_defs(self.recipes, experts=self.experts, shards=self.shards, **place)
+
+
+@dg.scaffold_with(
+    _written_as(lambda name: {"run": "{{ context.project_root }}/runs/" + name, "name": name})
+)
+@dataclass(kw_only=True)
+class WindowComponent(_OfWarehouse):
+    """Merges the last checkpoints of a training run, anew as they are saved.
+
+    The run may begin later.
+
+    Example:
+
+        .. code-block:: yaml
+
+            type: mergepipe_pipeline.dagster.WindowComponent
+            attributes:
+              home: "{{ context.project_root }}/warehouse"
+              run: "{{ context.project_root }}/runs/sft"
+              name: sft
+              last: 8
+              training: training/sft
+    """
+
+    run: Annotated[
+        str,
+        dg.Resolver(_path, model_field_type=str, description="The folder of the training run."),
+    ]
+    name: Annotated[str, dg.Resolver.default(description="The name of the recipe.")] = "window"
+    last: Annotated[int, dg.Resolver.default(description="How many checkpoints are merged.")] = 8
+    every: Annotated[
+        int | None, dg.Resolver.default(description="Take steps that are multiples of it.")
+    ] = None
+    schedule: Annotated[
+        str,
+        dg.Resolver.default(description="The schedule of weights.", examples=list(SCHEDULES)),
+    ] = "minus_sqrt"
+    decay: Annotated[
+        float | None, dg.Resolver.default(description="The decay of `exponential`.")
+    ] = None
+    recipe: Annotated[
+        Mapping[str, Any] | None,
+        dg.Resolver(
+            _rendered,
+            model_field_type=Mapping[str, Any] | None,
+            inject_before_resolve=False,
+            description="Other keys of the recipe.",
+            examples=[{"dtype": "bfloat16"}],
+        ),
+    ] = None
+    training: Annotated[
+        dg.ResolvedAssetKey | None, dg.Resolver.default(description="The asset that trains.")
+    ] = None
+    shards: _Shards = None
+
+    def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
+        """The definitions of `build_window_defs`."""
+        return build_window_defs(
+            self.run,
+            name=self.name,
+            last=self.last,
+            every=self.every,
+            schedule=self.schedule,
+            decay=self.decay,
+            recipe=self.recipe,
+            training=self.training,
+            shards=self.shards,
+            **self._place(),
+        )
+
+
+_SEARCH = {
+    "sources": ["math", "code"],
+    "base_model": "base",
+    "merge_method": "task_arithmetic",
+    "objectives": {
+        "accuracy": {"direction": "max", "anchors": [0.2, 0.9]},
+        "tokens": {"direction": "min", "anchors": [4000, 500]},
+    },
+    "evaluate": {"command": ["python", "{{ context.project_root }}/eval.py"]},
+    "evaluations": 48,
+}
+
+
+@dg.scaffold_with(_written_as(lambda name: {"searches": {name: _SEARCH}}))
+@dataclass(kw_only=True)
+class SearchComponent(_OfWarehouse):
+    """Searches merges along a front of objectives, and publishes those that none beats.
+
+    Example:
+
+        .. code-block:: yaml
+
+            type: mergepipe_pipeline.dagster.SearchComponent
+            attributes:
+              home: "{{ context.project_root }}/warehouse"
+              searches: searches
+              experts: {math: training/math}
+    """
+
+    searches: Annotated[Source, _files("Searches", {"front": _SEARCH})]
+    experts: _Experts = field(default_factory=dict)
+
+    def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
+        """The definitions of `build_search_defs`."""
+        return build_search_defs(self.searches, experts=self.experts, **self._place())

@@ -1,0 +1,290 @@
+"""Components, in projects that Dagster's own commands make and check."""
+
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from traceback import format_exception
+from typing import Any
+
+import dagster as dg
+import numpy as np
+import pytest
+import yaml
+from dagster.components.core.component_tree import ComponentTree
+from dagster.components.testing import DefsFolderSandbox, create_defs_folder_sandbox
+from safetensors.numpy import load_file
+
+from mergepipe_pipeline.dagster import (
+    InboxComponent,
+    MergePipeProps,
+    MergeRecipeComponent,
+    WindowComponent,
+    door,
+)
+from mergepipe_pipeline.verbs.deploy import last_release
+from mergepipe_pipeline.warehouse import Warehouse
+from tests.dagster_layer.test_existing_project import Project, all_done
+
+pytestmark = pytest.mark.filterwarnings("ignore::Warning")
+
+ROOT = Path(__file__).parents[2]
+NAMES = ("InboxComponent", "MergeRecipeComponent", "SearchComponent", "WindowComponent")
+ONE = {"merge_method": "linear", "models": [{"model": "math", "parameters": {"weight": 1}}]}
+
+TRAINING = '''
+import json
+from pathlib import Path
+
+import dagster as dg
+import numpy as np
+from mergepipe_pipeline.dagster import MergePipeResource
+from safetensors.numpy import save_file
+
+
+def fit(slope: float, folder: Path) -> None:
+    """Fit y = slope * x in each of 16 coordinates by gradient descent, and save the weights."""
+    x = np.random.default_rng(0).normal(size=(256, 16)).astype(np.float32)
+    weight = np.zeros((16, 16), np.float32)
+    for _ in range(200):
+        weight -= 0.1 * (x @ weight.T - slope * x).T @ x / len(x)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 1}))
+    save_file({"model.layers.0.mlp.up_proj.weight": weight}, folder / "model.safetensors")
+
+
+@dg.asset(key=["training", "math"])
+def math(mergepipe: MergePipeResource) -> None:
+    fit(1.0, Path(__file__).parent / "trained" / "math")
+    mergepipe.land(Path(__file__).parent / "trained" / "math", "math")
+
+
+@dg.asset(key=["training", "code"])
+def code(mergepipe: MergePipeResource) -> None:
+    fit(3.0, Path(__file__).parent / "trained" / "code")
+    mergepipe.land(Path(__file__).parent / "trained" / "code", "code")
+'''
+EVALUATOR = """import json, sys
+from pathlib import Path
+import numpy as np
+from safetensors.numpy import load_file
+(file,) = Path(sys.argv[-1]).glob("*.safetensors")
+(weight,) = load_file(file).values()
+print(json.dumps({"loss": float(np.abs(weight - 2 * np.eye(16)).max())}))
+"""
+MERGE = """type: mergepipe_pipeline.dagster.MergeRecipeComponent
+attributes:
+  home: "{{ context.project_root }}/warehouse"
+  experts: {math: training/math, code: training/code}
+  recipes:
+    both:
+      merge_method: linear
+      models:
+        - {model: math, parameters: {weight: 0.5}}
+        - {model: code, parameters: {weight: 0.5}}
+      evaluate: {command: [python, "{{ context.project_root }}/eval.py"]}
+      gate: {loss: {max: 0.01}}
+"""
+
+
+class DgProject:
+    """A project that `create-dagster` made, in an environment that has our entry point."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.defs = root, root / "src" / root.name / "defs"
+        self._installed = root.with_name("installed")
+        entry_points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        ((group, names),) = entry_points["entry-points"].items()
+        info = self._installed / "ours-0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ours\nVersion: 0\n")
+        lines = [f"[{group}]", *(f"{name} = {module}" for name, module in names.items())]
+        (info / "entry_points.txt").write_text("\n".join(lines))
+        create = Path(sys.executable).with_name("create-dagster")
+        self._run(create, "project", "--no-uv-sync", str(root), cwd=root.parent)
+
+    def dg(self, *commands: str) -> str:
+        """Run commands of `dg` in the project, in one process; what they print."""
+        code = "from dagster_dg_cli.cli import cli\n" + "\n".join(
+            f"cli({command.split()}, standalone_mode=False)" for command in commands
+        )
+        return self._run(Path(sys.executable), "-c", code, cwd=self.root)
+
+    def _run(self, program: Path, *words: str, cwd: Path) -> str:
+        paths = (ROOT, self._installed, self.root / "src")
+        env = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "COLUMNS": "200"}
+        done = subprocess.run(
+            [program, *words],
+            cwd=cwd,
+            env={**os.environ, **env},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file among the definitions."""
+        path = self.defs / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sensors need not wait until a daemon knows the definitions."""
+    monkeypatch.setattr(door, "spreading", lambda: lambda: True)
+
+
+def test_dg_lists_scaffolds_and_accepts_all_components(tmp_path: Path) -> None:
+    project = DgProject(tmp_path / "scaffolded")
+    names = [f"mergepipe_pipeline.dagster.{name}" for name in NAMES]
+    scaffold = [f"scaffold defs {name} my_{name.rsplit('.')[-1]}" for name in names]
+    said = project.dg("list components", *scaffold, "check yaml", "check defs")
+    assert [name for name in names if name not in said] == []
+    assert "All component YAML validated successfully." in said
+    assert "All definitions loaded successfully." in said
+    assert (project.root / "warehouse" / "searches" / "my_SearchComponent.yml").exists()
+
+
+def test_a_project_of_dg_trains_merges_and_releases_by_fifteen_lines_of_yaml(
+    tmp_path: Path, instance: dg.DagsterInstance, at_once: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = DgProject(tmp_path / "shop")
+    assert len(MERGE.splitlines()) <= 15
+    made.dg("scaffold defs mergepipe_pipeline.dagster.InboxComponent inbox")
+    made.write("training.py", TRAINING)
+    made.write("both/defs.yaml", MERGE)
+    (made.root / "eval.py").write_text(EVALUATOR)
+    monkeypatch.syspath_prepend(made.root / "src")
+    defs = dg.load_from_defs_folder(path_within_project=made.defs)
+    project, home = Project(instance, defs), Warehouse.at(made.root / "warehouse")
+    assert project.tick("mergepipe_both_recipe_sensor") == []
+    assert project.make("training/math", "training/code").success
+    assert len(all_done(project.tick("mergepipe_inbox_sensor"))) == 2
+    assert all_done(project.tick("mergepipe_both_recipe_sensor")) == ["mergepipe_merge_both"]
+    released = last_release(home, "both")
+    assert released is not None
+    (file,) = (home.snapshots / released.snapshot_id).glob("*.safetensors")
+    (weight,) = load_file(file).values()
+    np.testing.assert_allclose(weight, 2 * np.eye(16), atol=1e-3)
+    graph = project.defs.resolve_asset_graph()
+    above = graph.get_ancestor_asset_keys(dg.AssetKey(["both", "release"]))
+    assert {dg.AssetKey(["training", name]) for name in ("math", "code")} < above
+
+
+@pytest.fixture
+def sandbox() -> Iterator[DefsFolderSandbox]:
+    """An empty project in this process; components lie in its folder `one`."""
+    with create_defs_folder_sandbox() as sandbox:
+        yield sandbox
+
+
+def loaded(
+    sandbox: DefsFolderSandbox, kind: type[dg.Component], attributes: dict[str, Any]
+) -> dg.Definitions:
+    """The definitions of a component with these attributes in its YAML."""
+    text = {"type": f"mergepipe_pipeline.dagster.{kind.__name__}", "attributes": attributes}
+    path = sandbox.scaffold_component(kind, "one", defs_yaml_contents=text)
+    with sandbox.load_component_and_build_defs(path) as (_, defs):
+        return defs
+
+
+def test_translation_says_what_assets_are_by_their_name_part_and_spec(
+    sandbox: DefsFolderSandbox,
+) -> None:
+    translation = {
+        "key": "models/{{ name }}/{{ part }}",
+        "group_name": "{{ 'out' if props.part == 'release' else 'made' }}",
+        "owners": ["team:models"],
+        "tags": {"was": "{{ spec.key.path[-1] }}"},
+        "automation_condition": "{{ dg.AutomationCondition.eager() }}",
+    }
+    attributes = {"home": "../warehouse", "recipes": {"a": ONE}, "translation": translation}
+    defs = loaded(sandbox, MergeRecipeComponent, attributes)
+    dg.Definitions.validate_loadable(defs)
+    graph = defs.resolve_asset_graph()
+    release, plan = (graph.get(dg.AssetKey(["models", "a", p])) for p in ("release", "plan"))
+    assert (release.group_name, plan.group_name) == ("out", "made")
+    assert (release.owners, release.tags["was"]) == (["team:models"], "release")
+    assert release.automation_condition == dg.AutomationCondition.eager()
+    assert dg.AssetKey(["models", "a", "snapshot"]) in release.parent_keys
+
+
+class Owned(InboxComponent):
+    """Somebody's subclass."""
+
+    def get_asset_spec(self, props: MergePipeProps) -> dg.AssetSpec:
+        """All assets have an owner."""
+        return super().get_asset_spec(props).replace_attributes(owners=["team:ours"])
+
+
+def test_a_subclass_says_what_assets_are(home: Warehouse) -> None:
+    context = ComponentTree.for_test().load_context
+    graph = Owned(home=str(home.root), key_prefix="ours").build_defs(context).resolve_asset_graph()
+    assert graph.get(dg.AssetKey(["ours", "expert_index"])).owners == ["team:ours"]
+
+
+def test_paths_start_from_the_yaml_and_recipes_come_from_a_folder(
+    sandbox: DefsFolderSandbox,
+) -> None:
+    folder = sandbox.defs_folder_path / "one" / "recipes"
+    folder.mkdir(parents=True)
+    for name in ("a", "b"):
+        (folder / f"{name}.yml").write_text(yaml.safe_dump(ONE))
+    attributes = {"home": "../warehouse", "recipes": "recipes", "key_prefix": ["our", "team"]}
+    defs = loaded(sandbox, MergeRecipeComponent, attributes)
+    keys = defs.resolve_asset_graph().get_all_asset_keys()
+    assert {dg.AssetKey(["our", "team", name, "release"]) for name in ("a", "b")} < keys
+    assert (sandbox.defs_folder_path / "warehouse" / "recipes" / "b.yml").exists()
+
+
+def test_recipes_stay_as_they_are_written_but_for_expressions(
+    sandbox: DefsFolderSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEIGHT", "0.25")
+    chat = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    model = {"model": "math@0123", "parameters": {"weight": "{{ env.WEIGHT }}"}}
+    recipe = {"merge_method": "linear", "models": [model], "chat_template": chat, "name": "007"}
+    texts = {"a": recipe, "b": f"# as text\n{yaml.safe_dump(ONE)}"}
+    loaded(sandbox, MergeRecipeComponent, {"home": "../warehouse", "recipes": texts})
+    recipes = sandbox.defs_folder_path / "warehouse" / "recipes"
+    found = yaml.safe_load((recipes / "a.yml").read_text())
+    assert found == {**recipe, "models": [{"model": "math@0123", "parameters": {"weight": 0.25}}]}
+    assert (recipes / "b.yml").read_text() == texts["b"]
+
+
+def test_a_window_follows_the_asset_that_trains_and_has_the_keys_that_it_is_given(
+    sandbox: DefsFolderSandbox,
+) -> None:
+    window = {"run": "runs/sft", "name": "w", "last": 4, "schedule": "exponential", "decay": 0.5}
+    attributes = {
+        "home": "../warehouse",
+        **window,
+        "recipe": {"dtype": "bfloat16"},
+        "training": "t/s",
+    }
+    defs = loaded(sandbox, WindowComponent, attributes)
+    plan = defs.resolve_asset_graph().get(dg.AssetKey(["w", "plan"]))
+    assert dg.AssetKey(["t", "s"]) in plan.parent_keys
+    text = yaml.safe_load(
+        (sandbox.defs_folder_path / "warehouse" / "recipes" / "w.yml").read_text()
+    )
+    weights = {"schedule": "exponential", "decay": 0.5}
+    assert text["models"] == [{"run": "sft", "last": 4, "weights": weights}]
+    assert text["dtype"] == "bfloat16"
+
+
+def test_an_attribute_that_no_component_has_is_refused(sandbox: DefsFolderSandbox) -> None:
+    with pytest.raises(Exception, match="Error while loading component") as refused:
+        loaded(sandbox, InboxComponent, {"home": "../warehouse", "recipe": "both"})
+    assert "Extra inputs are not permitted" in "".join(format_exception(refused.value))
+
+
+def test_components_load_neither_torch_nor_numba() -> None:
+    code = "import sys, mergepipe_pipeline.dagster\nprint({'torch', 'numba'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "set()\n"
