@@ -10,6 +10,7 @@ import dagster as dg
 
 from mergepipe_pipeline.deploy.recipe_files import identifier_of
 from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.resources import WAREHOUSE_TAG
 
 _D = TypeVar("_D", dg.AssetsDefinition, dg.AssetsDefinition | dg.AssetChecksDefinition)
 
@@ -60,6 +61,11 @@ class Place:
     def is_guest(self) -> bool:
         """Whether others have definitions in the same code location."""
         return self.identity is not None
+
+    @property
+    def tags(self) -> dict[str, str]:
+        """The tags of a guest's jobs; a run of another location is ours by what that loads."""
+        return {} if self.identity is None else {WAREHOUSE_TAG: self.identity}
 
     def name(self, text: str) -> str:
         """The name of a job, sensor or schedule, or of the resource of engines."""

@@ -416,7 +416,7 @@ def build_bisect_job(file: RecipeFile, place: Place = ALONE) -> Any | None:
         place.name(f"bisect_{file.identifier}"),
         selection=dg.AssetSelection.assets(place.key(file.name, "bisect")),
         description=f"Finds the expert that made {file.name} fail its gate, and quarantines it.",
-        tags={"mergepipe/recipe": file.name},
+        tags={"mergepipe/recipe": file.name, **place.tags},
     )
 
 

@@ -73,7 +73,7 @@ def build_search_jobs(standing: StandingSearch, place: Place = ALONE) -> dict[st
                 *(place.key(standing.name, asset) for asset in chosen)
             ),
             description=text.format(standing.name),
-            tags={SEARCH_TAG: standing.name},
+            tags={SEARCH_TAG: standing.name, **place.tags},
         )
         for step, (chosen, text) in steps.items()
     }

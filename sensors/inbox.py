@@ -47,6 +47,7 @@ def build_index_jobs(place: Place = ALONE) -> list[Any]:
         place.name(ONE),
         selection=dg.AssetSelection.assets(index_key(place)).without_checks(),
         description="Indexes one checkpoint of the inbox; inbox_sensor starts it when it is whole.",
+        tags=place.tags,
     )
     return [one, build_burst(SHARDS.value(), place)]
 

@@ -262,9 +262,7 @@ def _idle(states: Mapping[str, Standing]) -> str:
     return separated([*lines, f"{len(states) - len(others)} recipes: {CURRENT}"])
 
 
-def build_nightly(
-    file: RecipeFile, job: AssetJob, place: Place = ALONE
-) -> dg.ScheduleDefinition | None:
+def build_nightly(file: RecipeFile, place: Place = ALONE) -> dg.ScheduleDefinition | None:
     """The recipe's nightly run, at the cron time its `schedule` names; None without one."""
     schedule = file.recipe.schedule
     if schedule is None:
@@ -275,7 +273,7 @@ def build_nightly(
         description=(
             f"Merges {file.name} at this time if its inputs changed, and else confirms its release."
         ),
-        job=job,
+        job_name=job_name(file, place),
         cron_schedule=schedule,
         execution_timezone=file.recipe.timezone,
         default_status=dg.DefaultScheduleStatus.RUNNING,

@@ -89,9 +89,9 @@ def of_recipes(
         problem = None if place.is_guest and file.parsed is not None else file.problem
         if problem is None:
             try:
+                nightly = build_nightly(file, place)  # it says best what is wrong with a schedule
                 chain = build_recipe_assets(file, shards, place)
                 job, bisection = _job(file, chain, place), build_bisect_job(file, place)
-                nightly = build_nightly(file, job, place)
                 chain = place.translated([*chain, *build_bisect(file, place)])
             except Exception as error:  # whatever it is, it is this recipe's alone
                 problem = refused[file.token] = f"Dagster refuses this recipe: {error}"
@@ -129,7 +129,7 @@ def _job(
             f"Merges {file.name} and releases it: plan, merge, snapshot, its checks, release. "
             "Layers that are known are reused; recipe_sensor starts it when an input changed."
         ),
-        tags={"mergepipe/recipe": file.name},
+        tags={"mergepipe/recipe": file.name, **place.tags},
         # For a worker that is gone: what a step itself fails of is no run's to try again.
         op_retry_policy=dg.RetryPolicy(max_retries=MOST_ATTEMPTS),
     )

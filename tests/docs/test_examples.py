@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import runpy
 import shutil
+import subprocess
 from io import StringIO
 from pathlib import Path
 
+import dagster as dg
 import pytest
 
+from mergepipe_pipeline.dagster import door
+from tests.dagster_layer.daemon import dg_program
+from tests.dagster_layer.test_existing_project import Project, all_done
 from tests.docs.page import DOCS, ROOT, blocks, mergepipe, run_page
 
 EXAMPLES = DOCS / "examples"
@@ -49,3 +54,39 @@ def test_the_dagster_example_indexes_what_lands_and_releases_its_merge(
     assert [r["job"] for r in runs] == 2 * ["index_experts"] + ["merge_both"]
     assert all(r["success"] for r in runs)
     assert "recipe both" in mergepipe(history.text)
+
+
+#: What `dg` is told of the project of the page.
+PROJECT = """[project]
+name = "shop"
+version = "0"
+[tool.dg]
+directory_type = "project"
+[tool.dg.project]
+root_module = "shop"
+code_location_target_module = "shop.definitions"
+"""
+
+
+@pytest.mark.filterwarnings("ignore::Warning")
+def test_the_project_of_its_page_is_clean_and_releases_what_it_trains(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "spreading", lambda: lambda: True)
+
+    def checked_and_run(line: str) -> str:
+        Path("pyproject.toml").write_text(PROJECT)
+        Path("shop/__init__.py").touch()
+        if program := dg_program():
+            check = [program, "check", "defs", "--use-active-venv"]
+            done = subprocess.run(check, capture_output=True, text=True, timeout=300)
+            assert done.returncode == 0, done.stdout + done.stderr
+        with dg.DagsterInstance.ephemeral() as instance:
+            project = Project(instance, runpy.run_path("shop/definitions.py")["defs"])
+            assert project.make("training/math", "training/code").success
+            while not (merged := project.tick("mergepipe_recipe_sensor")):
+                project.tick("mergepipe_inbox_sensor")
+            assert all_done(merged) == ["mergepipe_merge_both"]
+        return mergepipe(line)
+
+    run_page(DOCS / "existing-project.md", checked_and_run)
