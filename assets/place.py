@@ -64,7 +64,7 @@ class Place:
 
     @property
     def tags(self) -> dict[str, str]:
-        """The tags of a guest's jobs; a run of another location is ours by what that loads."""
+        """The tags of a guest's jobs: what a person starts is known as ours while it waits."""
         return {} if self.identity is None else {WAREHOUSE_TAG: self.identity}
 
     def name(self, text: str) -> str:

@@ -1,6 +1,7 @@
 """The door for projects of others: what it takes, names and refuses, without a run."""
 
 from pathlib import Path
+from typing import Any
 
 import dagster as dg
 import pytest
@@ -14,8 +15,11 @@ from mergepipe_pipeline.dagster import (
     build_recipe_defs,
     build_search_defs,
     build_window_defs,
+    door,
 )
+from mergepipe_pipeline.deploy.instance import identity_of
 from mergepipe_pipeline.errors import MergePipeError, RecipeError
+from mergepipe_pipeline.resources import WAREHOUSE_TAG
 from mergepipe_pipeline.warehouse import Warehouse
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
@@ -55,6 +59,31 @@ def test_no_part_sets_an_executor_and_all_names_begin_as_their_place_says(
     assert {name for name in names if name != scope and not name.startswith(f"{scope}_")} == set()
     keys = defs.resolve_asset_graph().get_all_asset_keys() - {dg.AssetKey("train")}
     assert {tuple(key.path[: len(path)]) for key in keys} == {path}
+
+
+def test_runs_of_a_guests_jobs_carry_the_tag_of_the_warehouse(home: Warehouse) -> None:
+    repository = all_parts(home.root).get_repository_def()
+    for name in ("merge_a", "merge_d", "index_experts"):
+        tags = repository.get_job(f"mergepipe_{name}").tags
+        assert tags[WAREHOUSE_TAG] == identity_of(home)
+
+
+def test_a_sensor_tells_of_the_recipes_that_it_was_built_for_alone(
+    home: Warehouse, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "spreading", lambda: lambda: True)
+    home.recipe_path("stray").write_text(ONE)
+    repository = all_parts(home.root).get_repository_def()
+    told = {"recipe": {"a", "b.c"}, "d_recipe": {"d"}, "window_recipe": {"window"}}
+    for name, recipes in told.items():
+        with dg.build_sensor_context(
+            instance=instance,
+            repository_def=repository,
+            resources=repository.get_top_level_resources(),
+        ) as context:
+            found: Any = repository.get_sensor_def(f"mergepipe_{name}_sensor")(context)
+        said = found.skip_reason.skip_message.replace("• ", "").splitlines()
+        assert {line.partition(":")[0] for line in said} == recipes
 
 
 def test_two_warehouses_and_a_location_of_our_own_load_together(
