@@ -28,7 +28,7 @@ from mergepipe_pipeline.deploy.instance import identity_of
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, identifier_of, recipe_files
 from mergepipe_pipeline.domain.selector import Selected, Selector
 from mergepipe_pipeline.domain.training_run import member_name
-from mergepipe_pipeline.errors import RecipeError
+from mergepipe_pipeline.errors import MergePipeError, RecipeError
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.resources import Engine
 from mergepipe_pipeline.sensors.reload import spreading
@@ -105,9 +105,7 @@ def build_window_defs(
     window = {"run": folder.name, "last": last, "weights": weights}
     window |= {} if every is None else {"every": every}
     text = {"merge_method": "linear", "models": [window], **(recipe or {})}
-    link = Warehouse.at(home).ensure().inbox / folder.name
-    if not link.is_symlink() and not link.exists():
-        link_path(str(folder), link)
+    _link_run(folder, Warehouse.at(home).ensure().inbox / folder.name)
     return build_recipe_defs(
         {name: yaml.safe_dump(text, sort_keys=False)},
         home=home,
@@ -191,6 +189,19 @@ def _foreseen(warehouse: Warehouse, file: RecipeFile) -> RecipeFile:
 def _two(place: str, selector: Selector, reserved: Mapping[str, str]) -> Selected:
     run = selector.run or "expert"
     return Selected(place, selector, (member_name(run, 1), member_name(run, 2)))
+
+
+def _link_run(folder: Path, link: Path) -> None:
+    """Have a run's folder in the inbox. Raises MergePipeError for another one of its name."""
+    link_path(str(folder), link)
+    if link.resolve() != folder:
+        raise MergePipeError(
+            "The inbox has another run of this name",
+            where=str(link),
+            expected=f"a link to {folder}",
+            found=str(link.resolve()),
+            next_step="rename one of the two folders, or remove what lies in the inbox",
+        )
 
 
 def _refuse_unused(makers: Mapping[str, dg.AssetKey], files: Sequence[RecipeFile]) -> None:

@@ -116,6 +116,13 @@ def test_a_source_without_a_recipe_and_a_name_that_is_a_path_are_refused(home: W
             build_recipe_defs(source, home=home.root)
 
 
+def test_a_window_of_another_run_of_the_same_name_is_refused(home: Warehouse) -> None:
+    for _ in range(2):
+        build_window_defs(home.root / "one" / "sft", home=home.root)
+    with pytest.raises(MergePipeError, match="another run of this name"):
+        build_window_defs(home.root / "two" / "sft", home=home.root)
+
+
 def test_an_expert_that_no_recipe_uses_is_refused_with_those_that_it_uses(home: Warehouse) -> None:
     with pytest.raises(RecipeError, match=r"Expected of math, found maths\."):
         build_recipe_defs({"a": ONE}, home=home.root, experts={"maths": "training/math"})
