@@ -27,6 +27,7 @@ from mergepipe_pipeline.dagster import (
 from mergepipe_pipeline.verbs.deploy import last_release
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.test_existing_project import Project, all_done
+from tests.docs.page import DOCS, blocks
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 
@@ -74,19 +75,7 @@ from safetensors.numpy import load_file
 (weight,) = load_file(file).values()
 print(json.dumps({"loss": float(np.abs(weight - 2 * np.eye(16)).max())}))
 """
-MERGE = """type: mergepipe_pipeline.dagster.MergeRecipeComponent
-attributes:
-  home: "{{ context.project_root }}/warehouse"
-  experts: {math: training/math, code: training/code}
-  recipes:
-    both:
-      merge_method: linear
-      models:
-        - {model: math, parameters: {weight: 0.5}}
-        - {model: code, parameters: {weight: 0.5}}
-      evaluate: {command: [python, "{{ context.project_root }}/eval.py"]}
-      gate: {loss: {max: 0.01}}
-"""
+PAGE = blocks(DOCS / "components.md")
 
 
 class DgProject:
@@ -108,13 +97,19 @@ class DgProject:
     def dg(self, *commands: str) -> str:
         """Run commands of `dg` in the project, in one process; what they print."""
         code = "from dagster_dg_cli.cli import cli\n" + "\n".join(
-            f"cli({command.split()}, standalone_mode=False)" for command in commands
+            f"cli({command.removeprefix('dg ').split()}, standalone_mode=False)"
+            for command in commands
         )
         return self._run(Path(sys.executable), "-c", code, cwd=self.root)
 
     def _run(self, program: Path, *words: str, cwd: Path) -> str:
         paths = (ROOT, self._installed, self.root / "src")
-        env = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "COLUMNS": "200"}
+        env = {
+            "PYTHONPATH": os.pathsep.join(map(str, paths)),
+            "COLUMNS": "200",
+            "HOME": str(self.root.parent),
+            "DAGSTER_DG_UPDATE_CHECK_ENABLED": "0",
+        }
         done = subprocess.run(
             [program, *words],
             cwd=cwd,
@@ -125,12 +120,6 @@ class DgProject:
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
-
-    def write(self, name: str, text: str) -> None:
-        """Write a file among the definitions."""
-        path = self.defs / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
 
 
 @pytest.fixture
@@ -154,10 +143,13 @@ def test_a_project_of_dg_trains_merges_and_releases_by_fifteen_lines_of_yaml(
     tmp_path: Path, instance: dg.DagsterInstance, at_once: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = DgProject(tmp_path / "shop")
-    assert len(MERGE.splitlines()) <= 15
-    made.dg("scaffold defs mergepipe_pipeline.dagster.InboxComponent inbox")
-    made.write("training.py", TRAINING)
-    made.write("both/defs.yaml", MERGE)
+    (commands,) = (block.text for block in PAGE if block.language == "sh")
+    (recipe,) = (block for block in PAGE if block.title)
+    assert len(recipe.text.splitlines()) <= 15
+    made.dg(*commands.splitlines())
+    (made.defs / "training.py").write_text(TRAINING)
+    assert (made.root / recipe.title).exists()
+    (made.root / recipe.title).write_text(recipe.text)
     (made.root / "eval.py").write_text(EVALUATOR)
     monkeypatch.syspath_prepend(made.root / "src")
     defs = dg.load_from_defs_folder(path_within_project=made.defs)
@@ -196,21 +188,18 @@ def loaded(
 def test_translation_says_what_assets_are_by_their_name_part_and_spec(
     sandbox: DefsFolderSandbox,
 ) -> None:
-    translation = {
-        "key": "models/{{ name }}/{{ part }}",
-        "group_name": "{{ 'out' if props.part == 'release' else 'made' }}",
-        "owners": ["team:models"],
-        "tags": {"was": "{{ spec.key.path[-1] }}"},
-        "automation_condition": "{{ dg.AutomationCondition.eager() }}",
-    }
+    (shown,) = (b.text for b in PAGE if b.text.startswith("translation"))
+    translation = yaml.safe_load(shown)["translation"]
     attributes = {"home": "../warehouse", "recipes": {"a": ONE}, "translation": translation}
     defs = loaded(sandbox, MergeRecipeComponent, attributes)
     dg.Definitions.validate_loadable(defs)
     graph = defs.resolve_asset_graph()
     release, plan = (graph.get(dg.AssetKey(["models", "a", p])) for p in ("release", "plan"))
-    assert (release.group_name, plan.group_name) == ("out", "made")
-    assert (release.owners, release.tags["was"]) == (["team:models"], "release")
-    assert release.automation_condition == dg.AutomationCondition.eager()
+    assert (release.group_name, plan.group_name) == ("released", "merging")
+    assert (release.owners, release.tags["step"]) == (["team:models"], "release")
+    report = graph.get(dg.AssetKey(["models", "a", "report"]))
+    assert report.automation_condition == dg.AutomationCondition.eager()
+    assert plan.automation_condition is None
     assert dg.AssetKey(["models", "a", "snapshot"]) in release.parent_keys
 
 

@@ -23,6 +23,7 @@ PAGES = (README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted(DOCS.rg
 ELSEWHERE = {
     "python3 -m venv": "by hand on a fresh clone; `make test` installs the same",
     "python docs/examples/make_models.py": "conftest.example_models",
+    "dg list components": "tests/dagster_layer/test_components.py",
     "make ": "test_the_make_targets_exist",
     'cp -a "$MERGEPIPE_HOME"': "tests/warehouse/test_backup.py",
     "export MERGEPIPE_HOME": "here, and the example's by test_examples",
