@@ -152,11 +152,11 @@ class InboxComponent(_OfWarehouse):
 
     Example:
 
-        .. code-block:: yaml
-
-            type: mergepipe_pipeline.dagster.InboxComponent
-            attributes:
-              home: "{{ context.project_root }}/warehouse"
+    ```yaml
+    type: mergepipe_pipeline.dagster.InboxComponent
+    attributes:
+      home: "{{ context.project_root }}/warehouse"
+    ```
     """
 
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
@@ -183,21 +183,21 @@ class MergeRecipeComponent(_OfWarehouse):
 
     Example:
 
-        .. code-block:: yaml
-
-            type: mergepipe_pipeline.dagster.MergeRecipeComponent
-            attributes:
-              home: "{{ context.project_root }}/warehouse"
-              experts: {math: training/math, code: training/code}
-              recipes:
-                both:
-                  merge_method: linear
-                  models:
-                    - {model: math, parameters: {weight: 0.5}}
-                    - {model: code, parameters: {weight: 0.5}}
-              translation:
-                owners: ["team:models"]
-                tags: {step: "{{ part }}"}
+    ```yaml
+    type: mergepipe_pipeline.dagster.MergeRecipeComponent
+    attributes:
+      home: "{{ context.project_root }}/warehouse"
+      experts: {math: training/math, code: training/code}
+      recipes:
+        both:
+          merge_method: linear
+          models:
+            - {model: math, parameters: {weight: 0.5}}
+            - {model: code, parameters: {weight: 0.5}}
+      translation:
+        owners: ["team:models"]
+        tags: {step: "{{ part }}"}
+    ```
     """
 
     recipes: Annotated[Source, _files("Recipes", {"both": _RECIPE})]
@@ -221,15 +221,15 @@ class WindowComponent(_OfWarehouse):
 
     Example:
 
-        .. code-block:: yaml
-
-            type: mergepipe_pipeline.dagster.WindowComponent
-            attributes:
-              home: "{{ context.project_root }}/warehouse"
-              run: "{{ context.project_root }}/runs/sft"
-              name: sft
-              last: 8
-              training: training/sft
+    ```yaml
+    type: mergepipe_pipeline.dagster.WindowComponent
+    attributes:
+      home: "{{ context.project_root }}/warehouse"
+      run: "{{ context.project_root }}/runs/sft"
+      name: sft
+      last: 8
+      training: training/sft
+    ```
     """
 
     run: Annotated[
@@ -299,13 +299,13 @@ class SearchComponent(_OfWarehouse):
 
     Example:
 
-        .. code-block:: yaml
-
-            type: mergepipe_pipeline.dagster.SearchComponent
-            attributes:
-              home: "{{ context.project_root }}/warehouse"
-              searches: searches
-              experts: {math: training/math}
+    ```yaml
+    type: mergepipe_pipeline.dagster.SearchComponent
+    attributes:
+      home: "{{ context.project_root }}/warehouse"
+      searches: searches
+      experts: {math: training/math}
+    ```
     """
 
     searches: Annotated[Source, _files("Searches", {"front": _SEARCH})]
