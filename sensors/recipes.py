@@ -155,17 +155,7 @@ def build_recipe_sensor(
     `loaded` are the recipes with a job, and `is_known` says whether the daemon knows them;
     `refused` says why Dagster takes no definitions of a file, by the file's token.
     """
-    as_loaded = {file.name: _as_defined(file, place) for file in loaded}
-
-    def unready(file: RecipeFile) -> Standing | None:
-        """Why a recipe has no job yet, if so."""
-        if file.problem is not None:  # `due` says which
-            return None
-        if reason := refused.get(file.token):
-            return standing(file, "cannot be used", reason)
-        if is_known() and as_loaded.get(file.name) == _as_defined(file, place):
-            return None
-        return standing(file, "waiting", _STALE if place.is_guest else LOADING)
+    unready = _unready(loaded, refused, is_known, place)
 
     @standing_sensor(
         "Starts the merge of every recipe whose release is not what its inputs ask for; its ticks "
@@ -196,6 +186,27 @@ def build_recipe_sensor(
         return asked(context, requests, _lines(states), nothing, asset_events=shown)
 
     return recipe_sensor
+
+
+def _unready(
+    loaded: Sequence[RecipeFile],
+    refused: Mapping[str, str],
+    is_known: Callable[[], bool],
+    place: Place,
+) -> Callable[[RecipeFile], Standing | None]:
+    """What says why a recipe has no job yet, if so."""
+    as_loaded = {file.name: _as_defined(file, place) for file in loaded}
+
+    def unready(file: RecipeFile) -> Standing | None:
+        if file.problem is not None:  # `due` says which
+            return None
+        if reason := refused.get(file.token):
+            return standing(file, "cannot be used", reason)
+        if is_known() and as_loaded.get(file.name) == _as_defined(file, place):
+            return None
+        return standing(file, "waiting", _STALE if place.is_guest else LOADING)
+
+    return unready
 
 
 def _as_defined(file: RecipeFile, place: Place) -> Any:
