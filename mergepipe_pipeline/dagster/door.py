@@ -70,7 +70,7 @@ def build_recipe_defs(
     RecipeError where there is no recipe, or none that uses such an expert.
     """
     warehouse, place = _placed(home, key_prefix, group_name, translator, experts)
-    names = written(recipes, warehouse.recipes)
+    names = written(recipes, warehouse.recipes, place.prefix)
     found = (file for file in recipe_files(warehouse) if file.name in names)
     files = [_foreseen(warehouse, file) for file in found]
     _refuse_unused(place.makers, files)
@@ -128,7 +128,7 @@ def build_search_defs(
 ) -> dg.Definitions:
     """The assets, jobs and sensor of each search of a file, a folder, or texts by name."""
     warehouse, place = _placed(home, key_prefix, group_name, translator, experts)
-    names = written(searches, warehouse.searches)
+    names = written(searches, warehouse.searches, place.prefix)
     found = standing_searches(warehouse, recipe_files(warehouse))
     files = [search for search in found if search.name in names]
     of = "" if is_several(searches) else identifier_of(names[0])

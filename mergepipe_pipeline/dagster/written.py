@@ -12,15 +12,30 @@ from mergepipe_pipeline.storage.atomic import link_path, write_atomic
 Source = str | Path | Mapping[str, str]
 
 
-def written(source: Source, folder: Path) -> tuple[str, ...]:
+#: By file, what this process wrote for each prefix.
+_WRITERS: dict[Path, dict[tuple[str, ...], bytes]] = {}
+
+
+def written(source: Source, folder: Path, prefix: tuple[str, ...]) -> tuple[str, ...]:
     """Write the files of a project into a folder of the warehouse; their names, in order.
 
     Those that are there as they are stay. Files beside them, as of evaluators, are linked. Raises
-    RecipeError where there is none.
+    RecipeError where there is none, and for one that stands otherwise under another `prefix`.
     """
     texts = dict(_read(source))
     for name, text in texts.items():
         path = folder / f"{name}.yml"
+        writers = _WRITERS.setdefault(path, {})
+        other = next((p for p, had in writers.items() if p != prefix and had != text), None)
+        if other is not None:
+            raise RecipeError(
+                "A warehouse gets two recipes or searches of one name",
+                where=f"{name}, under the prefixes {'/'.join(other)!r} and {'/'.join(prefix)!r}",
+                expected="one text for each name in a warehouse",
+                found="two",
+                next_step="rename one of them, or give one of the prefixes a warehouse of its own",
+            )
+        writers[prefix] = text
         if not path.is_file() or path.read_bytes() != text:
             write_atomic(path, text)
     if not isinstance(source, Mapping) and Path(source).is_dir():

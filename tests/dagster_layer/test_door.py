@@ -116,6 +116,15 @@ def test_a_source_without_a_recipe_and_a_name_that_is_a_path_are_refused(home: W
             build_recipe_defs(source, home=home.root)
 
 
+def test_another_recipe_of_one_name_under_another_prefix_is_refused(home: Warehouse) -> None:
+    build_recipe_defs({"a": ONE}, home=home.root)
+    build_recipe_defs({"a": ONE}, home=home.root, key_prefix="team")
+    with pytest.raises(RecipeError, match=r"two recipes.*a, under the prefixes '' and 'team'"):
+        build_recipe_defs({"a": ONE + "seed: 1\n"}, home=home.root, key_prefix="team")
+    build_recipe_defs({"b": ONE}, home=home.root)
+    build_recipe_defs({"b": ONE + "seed: 1\n"}, home=home.root)  # it was edited
+
+
 def test_a_window_of_another_run_of_the_same_name_is_refused(home: Warehouse) -> None:
     for _ in range(2):
         build_window_defs(home.root / "one" / "sft", home=home.root)
