@@ -26,6 +26,7 @@ from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.snapshots.find import list_snapshots
 from mergepipe_pipeline.storage.read_batch import ReadBatch
+from mergepipe_pipeline.storage.source import Use
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.support.family import write_adapter
 
@@ -244,6 +245,18 @@ def test_a_byte_that_is_read_wrong_only_while_factors_are_found_is_seen(
             self, batch: ReadBatch, entry: TensorEntry, start: int, stop: int, out: memoryview
         ) -> None:
             self.read_into(entry, start, stop, out)
+
+        def lend(
+            self, batch: ReadBatch, entry: TensorEntry, start: int, stop: int, use: Use
+        ) -> bool:
+            def use_wrong(piece: memoryview) -> None:
+                piece[0] ^= 8
+                try:
+                    use(piece)
+                finally:
+                    piece[0] ^= 8
+
+            return self._reader.lend(batch, entry, start, stop, use_wrong)
 
         def verify_unchanged(self) -> None:
             self._reader.verify_unchanged()
