@@ -65,7 +65,8 @@ def test_an_expert_that_was_stopped_is_that_of_one_go_and_learns(
     assert (parts / name).read_bytes() == (whole / name).read_bytes()
     losses = [float(x.split(",")[1]) for x in (whole / "losses.csv").read_text().splitlines()]
     assert losses[-1] < losses[0]
-    before, after = (answered(Model(m, base), "test", TASKS, 40) for m in (base, whole))
+    tasks = [SUMS, next(task for task in TASKS if task.choices)]
+    before, after = (answered(Model(m, base), "test", tasks, 40) for m in (base, whole))
     assert all(0 <= a.share <= 1 and len(a.right) == 40 for a in before.values())
     assert max(divergence(before, before).values()) < 1e-6 < min(divergence(before, after).values())
 
