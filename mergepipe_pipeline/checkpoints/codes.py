@@ -142,10 +142,10 @@ def decode_run_bfloat16(
     """Fill `out` with the nearest bfloat16 to what `decode_run` gives."""
     values = np.empty(_TILE_ELEMS, np.float32)
     for at in range(0, len(out), _TILE_ELEMS):
-        rounded, code = out[at : at + _TILE_ELEMS], start + at - first_code
+        rounded = out[at : at + _TILE_ELEMS]
         tile = values[: len(rounded)]
-        _fill_numbers(raw, code, is_half, table, form, tile)
-        _scale(scales, first_scale, zeros, sizes, start + at, tile)
+        coded = raw, first_code, is_half, table, form
+        decode_run(*coded, scales, first_scale, zeros, sizes, start + at, tile)
         round_to_bfloat16(tile.view(np.uint32), rounded)
 
 
