@@ -16,12 +16,13 @@ PYTEST := $(BIN)/pytest --dist worksteal -q --durations=25
 # Each process that a test starts would compile the whole program again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo ui test test-all test-long lint types kernels layers bench torture soak clean-demo
+.PHONY: help venv install build demo ui test test-all test-long lint ruff types check kernels layers bench torture soak clean-demo
 
 help:
 	@echo "make demo    train a small family, land it, merge under budgets, print the table"
 	@echo "make ui      Dagster UI on 127.0.0.1:$(UI_PORT) with the demo's warehouse"
 	@echo "make test    lint, types, layers and the tests (6 minutes)"
+	@echo "make check   the types of assets, sensors and the door as pyright and ty see them"
 	@echo "make test-all  and parity by random recipes, real daemons, the browser (20 minutes)"
 	@echo "make torture faults, kills, rot, hostile inputs, lying servers and more, long (over an hour)"
 	@echo "make soak    a real daemon through a seeded month of events (10 minutes)"
@@ -41,6 +42,12 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[llm]" \
 		|| echo "reasoning-gym or gguf did not install: no language model is tuned in a test"
 	touch $@
+
+install: venv
+
+build: venv
+	$(BIN)/python -m pip install --quiet build
+	$(BIN)/python -m build
 
 demo: venv
 	$(BIN)/mergepipe demo --home $(DEMO_HOME)
@@ -62,8 +69,18 @@ lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+ruff: venv
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
 types: venv
 	$(BIN)/mypy
+
+# As Dagster's community integrations are judged; pyright brings a node.
+check: venv
+	$(BIN)/python -m pip install --quiet "pyright[nodejs]==1.1.414" ty==0.0.37
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/ty check --python $(VENV)
 
 # Before the suite, beside another check: its workers would compile them each for itself.
 kernels: venv

@@ -1,5 +1,8 @@
 """The public door for projects of others: resource, builders, components, translator."""
 
+from dagster_shared.libraries import DagsterLibraryRegistry
+
+from mergepipe_pipeline import __version__
 from mergepipe_pipeline.assets.place import MergePipeProps, MergePipeTranslator
 from mergepipe_pipeline.dagster.components import (
     InboxComponent,
@@ -30,3 +33,6 @@ __all__ = [
     "build_search_defs",
     "build_window_defs",
 ]
+
+# The page of a code location names it with its version.
+DagsterLibraryRegistry.register("mergepipe-pipeline", __version__, is_dagster_package=False)

@@ -95,14 +95,14 @@ def of_recipes(
                 chain = place.translated([*chain, *build_bisect(file, place)])
             except Exception as error:  # whatever it is, it is this recipe's alone
                 problem = refused[file.token] = f"Dagster refuses this recipe: {error}"
-        if problem is not None:
-            told = build_problem(replace(file, layers=(), problem=problem), place)
-            built += place.translated([told])
-            continue
-        built += chain
-        jobs[file.name] = job
-        schedules += [nightly] if nightly else []
-        bisections |= {file.name: bisection} if bisection else {}
+            else:
+                built += chain
+                jobs[file.name] = job
+                schedules += [nightly] if nightly else []
+                bisections |= {file.name: bisection} if bisection else {}
+                continue
+        told = build_problem(replace(file, layers=(), problem=problem), place)
+        built += place.translated([told])
     own = [file for file in files if file.name in jobs]
     names = [file.name for file in files] if place.is_guest else None
     sensors = [build_recipe_sensor(own, refused, list(jobs.values()), is_known, place, of, names)]

@@ -51,13 +51,13 @@ def is_several(source: Source) -> bool:
 
 
 def _read(source: Source) -> list[tuple[str, bytes]]:
-    if isinstance(source, Mapping):
-        found = [(name, text.encode()) for name, text in source.items()]
-        where = ", ".join(source) or "recipes"
-    else:
+    if isinstance(source, str | Path):
         path, where = Path(source), str(source)
         files = list(yaml_files(path)) if path.is_dir() else [path] if path.is_file() else []
         found = [(file.stem, file.read_bytes()) for file in files]
+    else:
+        found = [(name, text.encode()) for name, text in source.items()]
+        where = ", ".join(source) or "recipes"
     wrong = next((name for name, _ in found if not NAME.fullmatch(name)), None)
     if found and wrong is None:
         return found

@@ -1,10 +1,12 @@
 """The door for projects of others: what it takes, names and refuses, without a run."""
 
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
 import pytest
+from dagster_shared.libraries import DagsterLibraryRegistry
 
 from mergepipe_pipeline.dagster import (
     MergePipeProps,
@@ -38,6 +40,10 @@ def all_parts(home: Path, prefix: str | tuple[str, ...] = ()) -> dg.Definitions:
         build_search_defs({"s": SEARCH}, home=home, key_prefix=prefix),
         build_housekeeping(home=home, key_prefix=prefix),
     )
+
+
+def test_code_locations_show_the_version_that_is_installed() -> None:
+    assert DagsterLibraryRegistry.get()["mergepipe-pipeline"] == version("mergepipe-pipeline")
 
 
 @pytest.mark.parametrize("prefix", [(), "team", ("our", "team-2")])
