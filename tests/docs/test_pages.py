@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -68,6 +69,15 @@ def test_links_lead_to_files_and_headings() -> None:
             if heading:
                 found = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE)
                 assert heading in {h.lower().replace(" ", "-") for h in found}, target
+
+
+def test_names_of_the_code_stand_where_a_page_links_them() -> None:
+    text = (DOCS / "integrations.md").read_text()
+    for name, path in re.findall(r"\[`(\w+)`\]\((\S+\.py)\)", text):
+        nodes = list(ast.walk(ast.parse((DOCS / path).read_text())))
+        # Functions and classes, parameters, fields and what is imported to be called.
+        held = {getattr(n, key, None) for n in nodes for key in ("name", "arg", "id")}
+        assert name in held, f"{path} has no {name}"
 
 
 def test_every_page_is_reached_from_the_readme() -> None:
