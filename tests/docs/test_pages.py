@@ -46,7 +46,7 @@ def test_the_gated_recipe_of_its_page_is_measured_and_released(models: Path) -> 
 
 
 def test_the_readme_is_short_and_its_first_recipe_has_six_lines() -> None:
-    assert len(README.read_text().splitlines()) <= 150
+    assert len(README.read_text().split()) <= 900
     (recipe,) = (b for b in blocks(README) if b.language == "yaml")
     assert len(recipe.text.splitlines()) == 6
 
