@@ -5,6 +5,7 @@ After a power loss runs would stay started for ever, and so would one that was m
 the queue yet.
 """
 
+import os
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ from dagster._core.scheduler.instigation import TickStatus
 
 from mergepipe_pipeline.assets.place import ALONE, Place
 from mergepipe_pipeline.assets.space import build_free_space
+from mergepipe_pipeline.deploy.instance import process_age_s
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.sensors.ticks import Ours, standing_sensor
 from mergepipe_pipeline.settings import KEEP_RUNS
@@ -23,8 +25,10 @@ from mergepipe_pipeline.settings import KEEP_RUNS
 #: Seconds without any event after which a run that has no lease is taken for dead: it ended before
 #: it took one, its lease was collected, or nobody is left who would put it into the queue.
 SILENCE_S = 120.0
-#: The same where somebody else's executor runs steps.
+#: The same where somebody else's executor runs steps, and nobody knows whether its process lives.
 GUEST_SILENCE_S = 3600.0
+#: Seconds by which the clocks of a process and of its events may differ.
+_CLOCK_S = 60.0
 _OVER = [Status.SUCCESS, Status.FAILURE, Status.CANCELED]
 _DAY_S = 86_400
 _MOST_A_TICK = 50
@@ -83,14 +87,39 @@ def is_orphan(
 ) -> bool:
     """Whether a run that is not in the queue has no living process.
 
-    An executor of others holds no lease between two steps, and may wait long for a machine.
+    An executor of others holds no lease between two steps, and may wait long for a machine: while
+    its own process may live, only a long silence tells.
     """
     lives = mergepipe.run_lives(run.run_id)
-    silence_s = GUEST_SILENCE_S if place.is_guest else SILENCE_S if lives is None else 0.0
+    silence_s = SILENCE_S if lives is None else 0.0
+    if place.is_guest and not _worker_is_gone(instance, run):
+        silence_s = GUEST_SILENCE_S
     if lives or _silent_s(instance, run) < silence_s:
         return False
     again = instance.get_run_by_id(run.run_id)  # it may have ended since it was listed
     return again is not None and again.status is run.status
+
+
+def _worker_is_gone(instance: dg.DagsterInstance, run: dg.DagsterRun) -> bool:
+    """Whether the process that executes a run was on this machine, or none was, and none is now.
+
+    Known where the daemon starts runs as processes of the code server, in which sensors tick.
+    """
+    if not isinstance(instance.run_coordinator, dg.QueuedRunCoordinator):
+        return False
+    if run.status is Status.NOT_STARTED or not isinstance(
+        instance.run_launcher, dg.DefaultRunLauncher
+    ):
+        return run.status is Status.NOT_STARTED
+    for log in instance.all_logs(run.run_id, of_type=dg.DagsterEventType.ENGINE_EVENT):
+        event = log.dagster_event
+        pid = event.engine_event_data.metadata.get("pid") if event else None
+        if pid is not None:  # the first one is the run's own
+            age_s = process_age_s(int(str(pid.value)))
+            if age_s is None:
+                return process_age_s(os.getpid()) is not None
+            return time.time() - age_s > log.timestamp + _CLOCK_S  # another one has its number
+    return False
 
 
 def _silent_s(instance: dg.DagsterInstance, run: dg.DagsterRun) -> float:

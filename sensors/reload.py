@@ -14,7 +14,7 @@ from pathlib import Path
 
 import dagster as dg
 
-from mergepipe_pipeline.deploy.instance import identity_of
+from mergepipe_pipeline.deploy.instance import identity_of, process_age_s
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.sensors.guard import RELOAD_TIMEOUT_S, client_of, guard
@@ -78,11 +78,7 @@ def spreading() -> Callable[[], bool]:
 
 def _age_s() -> float:
     """Seconds since this process was started; 0 where the system does not tell."""
-    try:
-        started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return 0.0
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(started) / os.sysconf("SC_CLK_TCK")
+    return process_age_s(os.getpid()) or 0.0
 
 
 def definitions_token(warehouse: Warehouse) -> str:

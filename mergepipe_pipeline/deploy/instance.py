@@ -1,11 +1,13 @@
 """The files of a warehouse's Dagster instance: its settings, what code it loads, and the name by
-which an instance that others use, too, knows the warehouse.
+which an instance that others use, too, knows the warehouse. And whether a process of it lives.
 """
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -84,3 +86,17 @@ def own_name(what: str, identity: str) -> str:
 def is_refused(error: OSError) -> bool:
     """Whether the system refuses to write, as to what may only be read."""
     return error.errno in READ_ONLY
+
+
+def process_age_s(process: int) -> float | None:
+    """Seconds since a process of this machine was started; None for one that is not there.
+
+    None as well where the system does not tell.
+    """
+    try:
+        told = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    if told[0] == "Z":  # it has ended, and nobody has asked how
+        return None
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(told[19]) / os.sysconf("SC_CLK_TCK")
