@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -14,12 +15,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from itertools import cycle
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 from mergepipe_pipeline.warehouse import Warehouse
 
 Kind = tuple[tuple[str, ...], ...]
 ROOT = Path(__file__).parents[3]
-_WORKSPACE = ROOT / "workspace.yaml"
+WORKSPACE = ROOT / "workspace.yaml"
+_RELOAD = """mutation Reload($name: String!) {
+  reloadRepositoryLocation(repositoryLocationName: $name) {
+    __typename
+    ... on WorkspaceLocationEntry {
+      locationOrLoadError { __typename ... on PythonError { message } }
+    }
+  }
+}"""
+_START_S = 150.0
 #: What one start starts: the commands of its processes, which each take a workspace.
 DEV: Kind = (("dagster", "dev"),)
 APART: Kind = (("dagster._daemon", "run"), ("dagster_webserver",))
@@ -36,7 +47,7 @@ _ROLES = {
 
 
 class Deployment:
-    """Every process of one warehouse's pipeline, known by the warehouse in its environment.
+    """Every process of one instance, known by the warehouse that its environment names.
 
     Each start takes the next of `kinds`. `quick`: sensors are looked at each second, not each 5 s.
     """
@@ -50,11 +61,13 @@ class Deployment:
         *,
         kinds: Sequence[Kind] = (DEV, APART),
         quick: bool = False,
+        workspace: Path = WORKSPACE,
     ) -> None:
         self.home, self.dagster_home, self._log = home, home.dagster_home, log
         self.dagster_home.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / "mergepipe_pipeline" / "dagster.yaml", self.dagster_home)
-        self._port, self._kinds = port, cycle(kinds)
+        self._port, self._kinds, self._workspace = port, cycle(kinds), str(workspace)
+        self._served: int | None = None
         self._mark = f"MERGEPIPE_HOME={home.root}"
         mine = {"MERGEPIPE_HOME": str(home.root), "DAGSTER_HOME": str(self.dagster_home)}
         given = {k: v for k, v in os.environ.items() if not k.startswith("MERGEPIPE_")}
@@ -68,12 +81,14 @@ class Deployment:
             free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             free.bind(("127.0.0.1", self._port))
             port = free.getsockname()[1]
+        self._served = None
         for command in next(self._kinds):
             serves = command[0] != "dagster._daemon"
+            self._served = port if serves else self._served
             args = ["-h", "127.0.0.1", "-p", str(port)] if serves else []
             with self._log.open("ab") as log:
                 subprocess.Popen(
-                    [sys.executable, "-W", "ignore", "-m", *command, "-w", str(_WORKSPACE), *args],
+                    [sys.executable, "-W", "ignore", "-m", *command, "-w", self._workspace, *args],
                     cwd=ROOT,
                     env=self._environment,
                     stdin=subprocess.DEVNULL,
@@ -83,6 +98,23 @@ class Deployment:
                     # A shell in the background ignores SIGINT, and children inherit that.
                     preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
                 )
+
+    def reload(self, location: str) -> None:
+        """Press the button Reload of a code location, where a UI runs. Raises AssertionError."""
+        body = json.dumps({"query": _RELOAD, "variables": {"name": location}}).encode()
+        end = time.monotonic() + _START_S
+        while self._served is not None:
+            address = f"http://127.0.0.1:{self._served}/graphql"
+            asked = Request(address, body, {"Content-Type": "application/json"})
+            try:
+                with urlopen(asked, timeout=_START_S) as answer:
+                    told = answer.read().decode()
+            except OSError:
+                assert time.monotonic() < end, f"no UI at {address}"
+                time.sleep(1.0)
+                continue
+            assert '"RepositoryLocation"' in told, told
+            return
 
     def leave_settings(self) -> None:
         """From the next start on every setting is as by default."""

@@ -19,16 +19,23 @@ from tests.lab.soak.world import LIMIT, World
 _BURST = 20
 _SELECTED = 30
 _START_S = 150.0
+#: Seconds in which a new version is seen, indexed and merged, a start included.
+_KILL_WITHIN_S = 45.0
+_KILLS = 3
 
 
 @dataclass
 class Scene:
-    """Where events happen. `ended` are the runs that an event itself ended, by force or request."""
+    """A warehouse where events happen, and those `beside` it on its instance.
+
+    `ended` are the runs that an event itself ended, by force or request.
+    """
 
     world: World
     deployment: Deployment
     watch: Watch
     ended: set[str] = field(default_factory=set)
+    beside: list[Scene] = field(default_factory=list)
 
     def merging(self) -> Run | None:
         """The first merge of this event once it plans (layers take 0.2 s), None if none comes."""
@@ -58,18 +65,20 @@ class Scene:
             self.deployment.kill_process(lambda: self.watch.pid(run.run_id))
 
     def end_all(self) -> None:
-        """Note that every run under way ends by what comes next."""
-        self.ended |= {r.run_id for r in self.watch.runs() if not r.over}
+        """Note that every run under way, of whatever warehouse, ends by what comes next."""
+        for scene in (self, *self.beside):
+            scene.ended |= {r.run_id for r in scene.watch.runs() if not r.over}
 
 
 Event = Callable[[Scene], Iterator[str]]
 
 
 def first_experts(s: Scene) -> Iterator[str]:
-    for name in (BASE, "a", "b", "c"):
-        s.world.land(name)
-    s.world.write("r1", Recipe(("a", "b")))
-    s.world.write("r2", Recipe(("b", "c")))
+    for world in (s.world, *(scene.world for scene in s.beside)):
+        for name in (BASE, "a", "b", "c"):
+            world.land(name)
+        world.write("r1", Recipe(("a", "b")))
+        world.write("r2", Recipe(("b", "c")))
     s.deployment.start()
     yield "first start: base, 3 experts, 2 recipes"
 
@@ -81,7 +90,8 @@ def killed_start(s: Scene) -> Iterator[str]:
     s.world.model.mark()
     s.world.land_half("a")
     s.world.write("r1", Recipe(("a",)))
-    _release_is_overdue(s, "r2")
+    for scene in (s, *s.beside):
+        _release_is_overdue(scene, "r2")
     s.deployment.start()
     s.wait_until_told("inbox_sensor", "a: 1 of 2 shards are new")
     s.world.land_rest("a")
@@ -261,6 +271,18 @@ def kill_everything(s: Scene) -> Iterator[str]:
     yield "kill -9 of everything while it merges, restart"
 
 
+def kill_at_any_time(s: Scene) -> Iterator[str]:
+    scenes, random = (s, *s.beside), s.world.random
+    for _ in range(_KILLS):
+        for scene in scenes:
+            scene.world.land(random.choice("abc"))
+        time.sleep(random.uniform(0.0, _KILL_WITHIN_S))
+        s.deployment.kill()
+        s.end_all()
+        s.deployment.start()
+    yield f"{_KILLS} versions of each warehouse, kill -9 of everything after each, restart"
+
+
 def cancel_merge(s: Scene) -> Iterator[str]:
     s.world.land("a")
     run = s.running(lambda r: r.recipe is not None)
@@ -275,7 +297,7 @@ def cancel_queue(s: Scene) -> Iterator[str]:
         s.world.land(f"queue-{i:02d}")
     s.world.land("b")
     if s.running(lambda r: r.recipe is None):
-        s.end_all()
+        s.ended |= {r.run_id for r in s.watch.runs() if not r.over}
         for run_id in s.ended:
             s.watch.cancel(run_id)
     yield "the whole queue cancelled"
@@ -296,6 +318,7 @@ ROUNDS: tuple[tuple[Event, ...], ...] = (
     (kill_index,),
     (kill_daemon,),
     (kill_everything,),
+    (kill_at_any_time,),
     (cancel_merge,),
     (cancel_queue,),
 )

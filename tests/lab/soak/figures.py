@@ -56,7 +56,7 @@ class Figures:
         )
 
     def _ticked(self, sensor: str, since: float) -> bool:
-        return any(name == sensor for name, _, _ in self._watch.ticks(since))
+        return any(name.endswith(sensor) for name, _, _ in self._watch.ticks(since))
 
     def show(self, rows: Sequence[Row], latencies: Sequence[Latency]) -> None:
         """Print everything."""

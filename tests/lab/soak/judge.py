@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 from tests.lab.soak.events import Scene
@@ -69,7 +70,7 @@ class Judge:
     def end(self, event: str) -> Row:
         """Wait for quiet, or until time is up, and judge."""
         late = {name for _, name, _ in self._given_up}
-        lacking = self._wait()
+        lacking = self.wait()
         self._given_up |= lacking
         missed = tuple(sorted(f"{x} {name} {y}" for x, name, y in lacking if x != "run"))
         runs = self._runs()
@@ -84,7 +85,7 @@ class Judge:
     def _runs(self) -> list[Run]:
         return self.scene.watch.runs(self._began)
 
-    def _wait(self) -> set[Lack]:
+    def wait(self) -> set[Lack]:
         """What is still lacking when the time is up; empty once a silence has been looked at."""
         silent_since: float | None = None
         left_s, looked = self.timeout_s, time.monotonic()
@@ -124,7 +125,8 @@ class Judge:
 
     def _looked_since(self, moment: float) -> bool:
         ticks = self.scene.watch.ticks(moment)
-        return {name for name, began, _ in ticks if began >= moment} >= set(_WATCHED)
+        looked = {name for name, began, _ in ticks if began >= moment}
+        return all(any(name.endswith(watched) for name in looked) for watched in _WATCHED)
 
     def _superfluous(
         self, runs: list[Run], indexed: dict[str, int], late: set[str]
@@ -147,9 +149,9 @@ class Judge:
             needed += model.wanted(name) is not None and model.wanted(name) != self._wanted.get(
                 name
             )
-        cut = {e for r in runs if r.run_id in ended for e in r.experts}
+        cut = Counter(e for r in runs if r.run_id in ended for e in r.experts)
         for name, count in sorted(indexed.items()):
-            more = count - model.writes[name] - (name in cut) - (name in late)
+            more = count - model.writes[name] - cut[name] - (name in late)
             spare += [f"{more} of expert {name}"] * (more > 0)
         here = {n for n in model.writes if n in model.inbox}
         failed = [r for r in runs if r.recipe is None and r.status == "FAILURE"]
@@ -161,6 +163,7 @@ class Judge:
         model, watch, found = self.scene.world.model, self.scene.watch, list[str]()
         found += [f"{n} runs at once in {p}" for p, n in watch.crowded_pools(self._began).items()]
         found += [f"{n} is called overdue" for n in sorted(watch.overdue() - model.overdue)]
+        found += watch.mixed()
         for name, states in model.states.items():
             versions = self.scene.watch.released(name)
             for _, values in versions[self._seen.get(name, 0) :]:

@@ -11,9 +11,11 @@ import dagster as dg
 from dagster._core.definitions.freshness import FreshnessState
 from dagster._core.events import StepMaterializationData
 from dagster._core.instance.utils import RUNLESS_JOB_NAME, RUNLESS_RUN_ID
+from dagster._core.scheduler.instigation import InstigatorState
 from safetensors.torch import load_file
 
-from mergepipe_pipeline.assets.recipes import on_schedule_key
+from mergepipe_pipeline.assets.experts import experts_of
+from mergepipe_pipeline.deploy.instance import identity_of
 from mergepipe_pipeline.facts.quarantine import is_quarantined
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.daemon import most_at_once
@@ -34,23 +36,62 @@ class Run:
     over: bool
 
 
-class Watch:
-    """Reads; changes nothing but what `cancel` and `release_long_ago` are told to."""
+@dataclass(frozen=True)
+class Seat:
+    """Where a warehouse's definitions stand on an instance that others use, too.
 
-    def __init__(self, home: Warehouse, dagster_home: Path) -> None:
-        self._home = home
+    `keys` and `names` are what asset keys, and names of jobs and sensors, begin with.
+    """
+
+    location: str
+    names: str
+    keys: tuple[str, ...] = ()
+
+    def has(self, run: dg.DagsterRun) -> bool:
+        """Whether a run is of a job that stands there."""
+        made = run.remote_job_origin
+        return (
+            made is not None
+            and made.location_name == self.location
+            and run.job_name.startswith(self.names)
+        )
+
+
+class Watch:
+    """Reads; changes nothing but what `cancel` and `release_long_ago` are told to.
+
+    Without a `seat`, all that the instance has is of the warehouse.
+    """
+
+    def __init__(self, home: Warehouse, dagster_home: Path, seat: Seat | None = None) -> None:
+        self._home, self._seat = home, seat
         self.instance = dg.DagsterInstance.from_config(str(dagster_home))
         self._values = dict[str, tuple[float, ...]]()
 
     def runs(self, since: float = 0.0) -> list[Run]:
         """Runs created after a time, oldest first."""
         records = self.instance.get_run_records(limit=2000)
-        found = [_run(r) for r in reversed(records)]
+        mine = [r for r in records if self._seat is None or self._seat.has(r.dagster_run)]
+        found = [_run(r) for r in reversed(mine)]
         return [r for r in found if r.created >= since]
+
+    def mixed(self) -> list[str]:
+        """Runs by another's job on this warehouse, or the reverse, and experts of another's set."""
+        if self._seat is None:
+            return []
+        identity = identity_of(self._home)
+        found = [
+            f"run {r.run_id[:8]} of {r.job_name} has the tags {dict(r.tags)}"
+            for r in self.instance.get_runs(limit=2000)
+            if self._seat.has(r) != (r.tags.get("mergepipe/warehouse") == identity)
+        ]
+        known = self.instance.get_dynamic_partitions(experts_of(self._home).name or "")
+        here = {path.name for path in self._home.inbox.iterdir()}
+        return [*found, *(f"{name} is a partition" for name in sorted({*known} - here))]
 
     def indexed(self, since: float) -> Counter[str]:
         """Expert to how often it was indexed after a time."""
-        key = dg.AssetKey("expert_index")
+        key = self._key("expert_index")
         wanted = dg.AssetRecordsFilter(asset_key=key, after_timestamp=since)
         found = self.instance.fetch_materializations(wanted, limit=5000).records
         return Counter(str(r.partition_key) for r in found)
@@ -76,7 +117,7 @@ class Watch:
         """Sensor, start and end of each tick that is over, in seconds."""
         return [
             (state.instigator_name, tick.timestamp, tick.end_timestamp)
-            for state in self.instance.all_instigator_state()
+            for state in self._states()
             for tick in self.instance.get_ticks(
                 state.instigator_origin_id, state.selector_id, after=since or None
             )
@@ -87,18 +128,18 @@ class Watch:
         """Whether a tick of a sensor gave these words as its reason to ask for nothing."""
         return any(
             words in (tick.skip_reason or "")
-            for state in self.instance.all_instigator_state()
-            if state.instigator_name == sensor
+            for state in self._states()
+            if state.instigator_name.endswith(sensor)
             for tick in self.instance.get_ticks(state.instigator_origin_id, state.selector_id)
         )
 
     def overdue(self) -> set[str]:
         """The recipes whose release the freshness daemon calls overdue."""
         keys = self.instance.all_asset_keys()
-        scheduled = [key for key in keys if key == on_schedule_key(key.path[0])]
+        scheduled = [key for key in keys if key == self._key(*key.path[-2:-1], "on_schedule")]
         found = self.instance.get_freshness_state_records(scheduled)
         return {
-            key.path[0]
+            key.path[-2]
             for key, record in found.items()
             if record.freshness_state is FreshnessState.FAIL
         }
@@ -114,7 +155,7 @@ class Watch:
             dg.DagsterEventType.ASSET_MATERIALIZATION.value,
             RUNLESS_JOB_NAME,
             event_specific_data=StepMaterializationData(
-                dg.AssetMaterialization(on_schedule_key(recipe))
+                dg.AssetMaterialization(self._key(recipe, "on_schedule"))
             ),
         )
         when = time.time() - 3600 * hours
@@ -124,7 +165,7 @@ class Watch:
         """The process that executes a run."""
         for record in self.instance.all_logs(run_id):
             message = record.message or record.user_message
-            if "in process (pid: " in message:
+            if "process for run (pid: " in message:
                 return int(message.split("(pid: ")[1].split(")")[0])
         return None
 
@@ -136,6 +177,21 @@ class Watch:
     def cancel(self, run_id: str) -> None:
         """As a person does in the UI."""
         self.instance.run_coordinator.cancel_run(run_id)
+
+    def _key(self, *parts: str) -> dg.AssetKey:
+        return dg.AssetKey([*(self._seat.keys if self._seat else ()), *parts])
+
+    def _states(self) -> list[InstigatorState]:
+        seat, states = self._seat, self.instance.all_instigator_state()
+        return [
+            s
+            for s in states
+            if seat is None
+            or (
+                s.instigator_name.startswith(seat.names)
+                and s.origin.repository_origin.get_label().endswith(f"@{seat.location}")
+            )
+        ]
 
     def _value(self, snapshot_id: str) -> tuple[float, ...]:
         if snapshot_id not in self._values:

@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -34,10 +35,22 @@ _SIZE = {"layers": 2, "hidden": 16, "vocab": 64}
 
 
 class World:
-    """A warehouse that people copy to. `last_byte` is the time of the last act, in seconds."""
+    """A warehouse that people copy to. `last_byte` is the time of the last act, in seconds.
 
-    def __init__(self, home: Warehouse, scratch: Path, seed: int) -> None:
+    Recipes are the warehouse's own, or `put` writes their text or takes them away; their programs
+    lie in the folder `beside`.
+    """
+
+    def __init__(
+        self,
+        home: Warehouse,
+        scratch: Path,
+        seed: int,
+        put: Callable[[str, str | None], None] | None = None,
+        beside: Path | None = None,
+    ) -> None:
         self.home, self.model, self.random = home, Model(), random.Random(seed)
+        self._put, self._beside = put or self._put_into_warehouse, beside or home.recipes
         self._scratch, self._aside = scratch, dict[str, int]()
         self.last_byte = time.time()
 
@@ -113,12 +126,10 @@ class World:
         self._whole(new, value)
 
     def write(self, name: str, recipe: Recipe) -> None:
-        """Write a recipe as editors do: aside, then in place."""
+        """Write a recipe."""
         if recipe.limit is not None:
-            (self.home.recipes / "eval.py").write_text(_EVALUATOR)
-        aside = self.home.recipes / f".{name}.swp"
-        aside.write_text(recipe.text)
-        aside.replace(self.home.recipe_path(name))
+            (self._beside / "eval.py").write_text(_EVALUATOR)
+        self._put(name, recipe.text)
         self.model.recipes[name] = recipe
         self.model.note()
         self.last_byte = time.time()
@@ -126,8 +137,11 @@ class World:
     def drop_recipe(self, name: str) -> None:
         """Take a recipe away."""
         del self.model.recipes[name]
-        self.home.recipe_path(name).unlink()
+        self._put(name, None)
         self.last_byte = time.time()
+
+    def _put_into_warehouse(self, name: str, text: str | None) -> None:
+        put_file(self.home.recipe_path(name), text)
 
     def _whole(self, name: str, value: int) -> None:
         self.model.wrote(name, value)
@@ -136,3 +150,13 @@ class World:
     def _made(self, name: str, value: int, shards: int) -> Path:
         tensors = {n: torch.full(shape, float(value)) for n, shape in layout(**_SIZE)}
         return write_model(self._scratch / f"{name}-{value}", tensors, shards=shards, **_SIZE)
+
+
+def put_file(path: Path, text: str | None) -> None:
+    """Write a file as editors do, aside and then in place, or take it away."""
+    if text is None:
+        path.unlink()
+        return
+    aside = path.with_name(f".{path.stem}.swp")
+    aside.write_text(text)
+    aside.replace(path)
