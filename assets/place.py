@@ -120,6 +120,14 @@ class Place:
                 found=made.key.to_user_string(),
                 next_step="make the key from props.name, props.part and props.spec.key alone",
             )
+        if spec.automation_condition and not _holds(made, spec.automation_condition):
+            raise MergePipeError(
+                "A translator takes away the condition that starts a recipe",
+                where=f"{type(self.translator).__name__}.get_asset_spec, {name} {part}",
+                expected=f"{spec.automation_condition.name}, alone or with others",
+                found=made.automation_condition.name if made.automation_condition else "none",
+                next_step="add to props.spec.automation_condition by & there, or leave it as it is",
+            )
         return made
 
     def bound(self, work: Callable[..., Any]) -> Callable[..., Any]:
@@ -150,6 +158,14 @@ class Place:
         )
         called.__dict__["__signature__"] = signature.replace(parameters=list(own_names))
         return called
+
+
+def _holds(spec: dg.AssetSpec, one: dg.AutomationCondition[Any]) -> bool:
+    """Whether a condition is that of an asset, or a part of it."""
+    found = [spec.automation_condition] if spec.automation_condition else []
+    for condition in found:
+        found.extend(condition.children)
+    return any(condition is one for condition in found)
 
 
 #: A code location that nobody else uses.

@@ -41,6 +41,7 @@ from mergepipe_pipeline.sensors.ticks import (
     separated,
     standing_sensor,
 )
+from mergepipe_pipeline.sensors.wants import Wanting, as_condition_sensor, decide
 from mergepipe_pipeline.text import visible
 from mergepipe_pipeline.verbs.bisect import trace_due
 from mergepipe_pipeline.verbs.deploy import CURRENT, Due, Release, due, last_release
@@ -144,16 +145,18 @@ def _telling(
 def build_recipe_sensor(
     loaded: Sequence[RecipeFile],
     refused: Mapping[str, str],
-    jobs: Sequence[AssetJob],
+    jobs: Mapping[str, AssetJob],
     is_known: Callable[[], bool],
     place: Place = ALONE,
     of: str = "",
     names: Collection[str] | None = None,
+    wanting: Mapping[str, Wanting] | None = None,
 ) -> dg.SensorDefinition:
     """The level-triggered sensor over all recipe files, or those of these `names`.
 
     `loaded` are the recipes with a job, and `is_known` says whether the daemon knows them;
-    `refused` says why Dagster takes no definitions of a file, by the file's token.
+    `refused` says why Dagster takes no definitions of a file, by the file's token. Where recipes
+    are `wanting`, their conditions decide, and their assets are run without a job.
     """
     unready = _unready(loaded, refused, is_known, place)
 
@@ -161,9 +164,10 @@ def build_recipe_sensor(
         "Starts the merge of every recipe whose release is not what its inputs ask for; its ticks "
         "say of each recipe what is done and why, but only count many that are current.",
         SOON_S,
-        list(jobs),
+        list(jobs.values()),
         place,
         of,
+        [key for one in wanting.values() for key in one.chain] if wanting else None,
     )
     def recipe_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SensorResult:
         """Requests the chain of every recipe whose inputs, as indexed, are not what it released.
@@ -175,6 +179,7 @@ def build_recipe_sensor(
         make_pools_known(instance)
         files = [f for f in recipe_files(mergepipe.warehouse) if names is None or f.name in names]
         requests, states = _look(mergepipe, ours, busy, unready, files)
+        requests, more = decide(context, wanting, requests, states) if wanting else (requests, {})
         first = None if states else first_steps(mergepipe.warehouse)
         shown = []
         if not place.is_guest:
@@ -183,9 +188,9 @@ def build_recipe_sensor(
             current = {name for name, where in states.items() if where.state == "current"}
             _show_releases(ours, mergepipe, sorted(current.difference(busy)))
         nothing = _idle(states) or first or "no recipes"
-        return asked(context, requests, _lines(states), nothing, asset_events=shown)
+        return asked(context, requests, _lines(states), nothing, asset_events=shown, **more)
 
-    return recipe_sensor
+    return as_condition_sensor(recipe_sensor) if wanting else recipe_sensor
 
 
 def _unready(

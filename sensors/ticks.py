@@ -279,18 +279,20 @@ def standing_sensor(
     jobs: Sequence[Any] | None = None,
     place: Place = ALONE,
     of: str = "",
+    assets: Sequence[dg.AssetKey] | None = None,
 ) -> Callable[[Callable[..., Any]], dg.SensorDefinition]:
     """A sensor of ours from a function, named as that (`of` something) and on from the start.
 
-    One that asks for runs of `jobs` asks for nothing while the warehouse cannot be written: they
-    would fail.
+    One that asks for runs of `jobs`, or of `assets` in their place, asks for nothing while the
+    warehouse cannot be written: they would fail.
     """
 
     def decorate(tick: Callable[..., Any]) -> dg.SensorDefinition:
         sensor = dg.sensor(
             name=place.name("_".join(filter(None, (of, tick.__name__)))),
             description=description,
-            jobs=jobs,
+            jobs=jobs if assets is None else None,
+            asset_selection=assets,
             minimum_interval_seconds=interval_s(usual_s),
             default_status=dg.DefaultSensorStatus.RUNNING,
         )

@@ -16,6 +16,7 @@ from dagster.components.utils.translation import TranslationFn, TranslationFnRes
 
 from mergepipe_pipeline.assets.place import MergePipeProps, MergePipeTranslator
 from mergepipe_pipeline.dagster.door import (
+    Automation,
     build_inbox_defs,
     build_recipe_defs,
     build_search_defs,
@@ -203,11 +204,20 @@ class MergeRecipeComponent(_OfWarehouse):
     recipes: Annotated[Source, _files("Recipes", {"both": _RECIPE})]
     experts: _Experts = field(default_factory=dict)
     shards: _Shards = None
+    automation: Annotated[
+        Automation,
+        dg.Resolver.default(description="What starts a recipe: a sensor, or a condition of it."),
+    ] = "sensor"
 
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
         """The definitions of `build_recipe_defs`."""
-        place = self._place()
-        return build_recipe_defs(self.recipes, experts=self.experts, shards=self.shards, **place)
+        return build_recipe_defs(
+            self.recipes,
+            experts=self.experts,
+            shards=self.shards,
+            automation=self.automation,
+            **self._place(),
+        )
 
 
 @dg.scaffold_with(

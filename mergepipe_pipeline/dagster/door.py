@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import dagster as dg
 import yaml
@@ -37,6 +37,8 @@ from mergepipe_pipeline.storage.atomic import link_path
 from mergepipe_pipeline.verbs.search import standing_searches
 from mergepipe_pipeline.warehouse import Warehouse
 
+#: What starts a recipe.
+Automation = Literal["sensor", "condition"]
 #: An asset: its key, as Dagster's users write it, or its definition.
 Asset = dg.AssetKey | str | Sequence[str] | dg.AssetsDefinition
 
@@ -62,12 +64,14 @@ def build_recipe_defs(
     translator: MergePipeTranslator | None = None,
     experts: Mapping[str, Asset] | None = None,
     shards: int | None = None,
+    automation: Automation = "sensor",
 ) -> dg.Definitions:
     """The chain, job, schedule and sensor of each recipe of a file, a folder, or texts by name.
 
     They are written into the warehouse, whose inbox `build_inbox_defs` watches. Plans follow the
-    assets that make `experts`, by the experts' names; `shards` steps share a merge. Raises
-    RecipeError where there is no recipe, or none that uses such an expert.
+    assets that make `experts`, by the experts' names; `shards` steps share a merge. With
+    `automation="condition"` a plan has the condition `recipe_wants`, by which the sensor starts the
+    chain's assets. Raises RecipeError where there is no recipe, or none that uses such an expert.
     """
     warehouse, place = _placed(home, key_prefix, group_name, translator, experts)
     names = written(recipes, warehouse.recipes, place.prefix)
@@ -75,7 +79,9 @@ def build_recipe_defs(
     files = [_foreseen(warehouse, file) for file in found]
     _refuse_unused(place.makers, files)
     of = "" if is_several(recipes) else identifier_of(names[0])
-    made = of_recipes(files, shards or SHARDS.value(), spreading(), place, of)
+    by_condition = _is_condition(automation)
+    steps = shards or SHARDS.value()
+    made = of_recipes(files, steps, spreading(), place, of, by_condition=by_condition)
     return _with_resources(warehouse, place, made)
 
 
@@ -202,6 +208,20 @@ def _link_run(folder: Path, link: Path) -> None:
             found=str(link.resolve()),
             next_step="rename one of the two folders, or remove what lies in the inbox",
         )
+
+
+def _is_condition(automation: str) -> bool:
+    """Whether conditions start recipes. Raises MergePipeError for what is no `Automation`."""
+    known = get_args(Automation)
+    if automation not in known:
+        raise MergePipeError(
+            "Nothing of this name starts a recipe",
+            where="build_recipe_defs, automation",
+            expected=" or ".join(known),
+            found=automation,
+            next_step="write one of them, or leave it out",
+        )
+    return automation == "condition"
 
 
 def _refuse_unused(makers: Mapping[str, dg.AssetKey], files: Sequence[RecipeFile]) -> None:

@@ -37,6 +37,7 @@ from mergepipe_pipeline.sensors.recipes import (
     job_name,
 )
 from mergepipe_pipeline.sensors.searches import build_search_sensor
+from mergepipe_pipeline.sensors.wants import Wanting
 from mergepipe_pipeline.verbs.search import StandingSearch
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -77,13 +78,16 @@ def of_recipes(
     is_known: Callable[[], bool],
     place: Place,
     of: str = "",
+    *,
+    by_condition: bool = False,
 ) -> dg.Definitions:
     """Of every recipe its chain, or one asset that says why it cannot be used.
 
-    Those of a guest need only be readable: what they lack may come while definitions stay.
+    A guest's need only be readable: what they lack may come while definitions stay. `by_condition`:
+    the conditions of their plans start them.
     """
     built = list[dg.AssetsDefinition | dg.AssetChecksDefinition]()
-    jobs, bisections = dict[str, AssetJob](), dict[str, AssetJob]()
+    jobs, bisections, wanting = dict[str, AssetJob](), dict[str, AssetJob](), dict[str, Wanting]()
     schedules, refused = list[dg.ScheduleDefinition](), dict[str, str]()
     for file in files:
         problem = None if place.is_guest and file.parsed is not None else file.problem
@@ -92,20 +96,23 @@ def of_recipes(
                 nightly = build_nightly(file, place)  # it says best what is wrong with a schedule
                 chain = build_recipe_assets(file, shards, place)
                 job, bisection = _job(file, chain, place), build_bisect_job(file, place)
+                wants = Wanting(place.key(file.name, "plan"), _keys(chain))
+                chain = wants.with_condition(chain) if by_condition else chain
                 chain = place.translated([*chain, *build_bisect(file, place)])
             except Exception as error:  # whatever it is, it is this recipe's alone
                 problem = refused[file.token] = f"Dagster refuses this recipe: {error}"
             else:
                 built += chain
                 jobs[file.name] = job
+                wanting |= {file.name: wants} if by_condition else {}
                 schedules += [nightly] if nightly else []
                 bisections |= {file.name: bisection} if bisection else {}
                 continue
-        told = build_problem(replace(file, layers=(), problem=problem), place)
-        built += place.translated([told])
+        told = replace(file, layers=(), problem=problem)
+        built += place.translated([build_problem(told, place)])
     own = [file for file in files if file.name in jobs]
     names = [file.name for file in files] if place.is_guest else None
-    sensors = [build_recipe_sensor(own, refused, list(jobs.values()), is_known, place, of, names)]
+    sensors = [build_recipe_sensor(own, refused, jobs, is_known, place, of, names, wanting)]
     if bisections:
         sensors.append(build_bisect_sensor(bisections, is_known, place, of))
     return dg.Definitions(
@@ -121,10 +128,9 @@ def _job(
     file: RecipeFile, chain: Sequence[dg.AssetsDefinition | dg.AssetChecksDefinition], place: Place
 ) -> AssetJob:
     """One run of the whole chain; layers that the action cache knows are reused inside it."""
-    keys = [key for d in chain if d.is_executable for key in d.keys]
     return dg.define_asset_job(
         job_name(file, place),
-        selection=dg.AssetSelection.assets(*keys),
+        selection=dg.AssetSelection.assets(*_keys(chain)),
         description=(
             f"Merges {file.name} and releases it: plan, merge, snapshot, its checks, release. "
             "Layers that are known are reused; recipe_sensor starts it when an input changed."
@@ -133,6 +139,10 @@ def _job(
         # For a worker that is gone: what a step itself fails of is no run's to try again.
         op_retry_policy=dg.RetryPolicy(max_retries=MOST_ATTEMPTS),
     )
+
+
+def _keys(chain: Sequence[dg.AssetsDefinition | dg.AssetChecksDefinition]) -> list[dg.AssetKey]:
+    return [key for d in chain if d.is_executable for key in d.keys]
 
 
 def of_searches(

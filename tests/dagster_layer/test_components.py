@@ -190,7 +190,12 @@ def test_translation_says_what_assets_are_by_their_name_part_and_spec(
 ) -> None:
     (shown,) = (b.text for b in PAGE if b.text.startswith("translation"))
     translation = yaml.safe_load(shown)["translation"]
-    attributes = {"home": "../warehouse", "recipes": {"a": ONE}, "translation": translation}
+    attributes = {
+        "home": "../warehouse",
+        "recipes": {"a": ONE},
+        "automation": "condition",
+        "translation": translation,
+    }
     defs = loaded(sandbox, MergeRecipeComponent, attributes)
     dg.Definitions.validate_loadable(defs)
     graph = defs.resolve_asset_graph()
@@ -199,7 +204,8 @@ def test_translation_says_what_assets_are_by_their_name_part_and_spec(
     assert (release.owners, release.tags["step"]) == (["team:models"], "release")
     report = graph.get(dg.AssetKey(["models", "a", "report"]))
     assert report.automation_condition == dg.AutomationCondition.eager()
-    assert plan.automation_condition is None
+    assert plan.automation_condition is not None
+    assert plan.automation_condition.name == "recipe_wants"
     assert dg.AssetKey(["models", "a", "snapshot"]) in release.parent_keys
 
 

@@ -150,6 +150,11 @@ class TwoKeys(MergePipeTranslator):
         return props.spec.replace_attributes(key=[props.part, *sorted(props.spec.tags)])
 
 
+def test_what_starts_no_recipe_is_refused_with_what_does(home: Warehouse) -> None:
+    with pytest.raises(MergePipeError, match="Expected sensor or condition, found eager"):
+        build_recipe_defs({"a": ONE}, home=home.root, automation="eager")  # type: ignore[arg-type]
+
+
 def test_a_translator_that_gives_one_asset_two_keys_is_refused(home: Warehouse) -> None:
     with pytest.raises(MergePipeError, match="gives one asset two keys"):
         build_inbox_defs(home=home.root, translator=TwoKeys())
