@@ -2,14 +2,14 @@
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import dagster as dg
 
 from mergepipe_pipeline.assets.labels import owners
 from mergepipe_pipeline.assets.metadata import dependents_link, description, gib
-from mergepipe_pipeline.assets.place import ALONE, Place
+from mergepipe_pipeline.assets.place import ALONE, Maker, Place
 from mergepipe_pipeline.deploy.arrivals import arrival
 from mergepipe_pipeline.deploy.instance import identity_of, own_name
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, StandingFile
@@ -40,9 +40,20 @@ def experts_used(file: StandingFile, place: Place) -> list[dg.AssetDep]:
     """The partitions of the index that a recipe or search uses, and what makes these experts."""
     mapping = dg.SpecificPartitionsPartitionMapping(list(file.members))
     takes_more = isinstance(file, RecipeFile) and (file.selected or file.parsed is None)
-    names = [name for name in place.makers if takes_more or name in file.members]
-    makers = dict.fromkeys(place.makers[name] for name in names)
-    return [dg.AssetDep(index_key(place), partition_mapping=mapping), *map(dg.AssetDep, makers)]
+    used = (maker for n, maker in place.makers.items() if takes_more or n in file.members)
+    return [dg.AssetDep(index_key(place), partition_mapping=mapping), *_made_by(used)]
+
+
+def _made_by(makers: Iterable[Maker]) -> Iterator[dg.AssetDep]:
+    """One dep on each asset, on the partitions of it that make experts, or on all."""
+    parts = dict[dg.AssetKey, list[str | None]]()
+    for maker in makers:
+        parts.setdefault(maker.key, []).append(maker.partition)
+    for key, some in parts.items():
+        chosen = [part for part in some if part is not None]
+        is_of_parts = len(chosen) == len(some)
+        mapping = dg.SpecificPartitionsPartitionMapping(chosen) if is_of_parts else None
+        yield dg.AssetDep(key, partition_mapping=mapping)
 
 
 def build_expert_index(

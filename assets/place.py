@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import dagster as dg
 
@@ -27,6 +27,13 @@ class MergePipeProps:
     spec: dg.AssetSpec
 
 
+class Maker(NamedTuple):
+    """The asset that makes an expert; of one with partitions, that `partition`."""
+
+    key: dg.AssetKey
+    partition: str | None = None
+
+
 class MergePipeTranslator:
     """Says what the assets of recipes, searches and warehouses are in somebody's project."""
 
@@ -43,7 +50,7 @@ class Place:
     """Where the definitions of one warehouse stand; by default in a location of their own.
 
     A guest among definitions of others has names that begin with its `prefix`, or with mergepipe.
-    `identity` is its warehouse's, `makers` are the assets that make experts, by name. `only_own`:
+    `identity` is its warehouse's, `makers` are what makes experts, by name. `only_own`:
     runs are ours in which nothing of others can be.
     """
 
@@ -51,7 +58,7 @@ class Place:
     group: str | None = None
     translator: MergePipeTranslator | None = None
     identity: str | None = None
-    makers: Mapping[str, dg.AssetKey] = field(default_factory=dict, compare=False)
+    makers: Mapping[str, Maker] = field(default_factory=dict, compare=False)
     only_own: bool = False
     _made: dict[dg.AssetKey, tuple[str, str]] = field(
         default_factory=dict, init=False, compare=False, repr=False

@@ -94,7 +94,7 @@ def failure_of(instance: dg.DagsterInstance, run: dg.DagsterRun) -> RunFailure:
     experts = run.tags.get("dagster/partition") or run.tags.get(EXPERTS_TAG)
     search = run.tags.get(SEARCH_TAG)
     named = f"Recipe {recipe}" if recipe else f"The search {search}" if search else ""
-    what = named or (f"Indexing or packing of {experts}" if experts else run.job_name)
+    what = named or (f"Landing, indexing or packing of {experts}" if experts else run.job_name)
     error = in_one_line(attempt.error)
     return run_failure(what, recipe, run.run_id, error, fault=attempt.fault)
 

@@ -49,7 +49,7 @@ SENSORS = frozenset(
     f"{name}_sensor"
     for name in (
         *("inbox", "orphans", "recipe", "reload", "retention"),
-        *("failure", "stalled", "bisect", "search"),
+        *("failure", "stalled", "bisect", "search", "landing"),
     )
 )
 RECIPE_TAG = "mergepipe/recipe"

@@ -63,6 +63,7 @@ LONG = (
     "dagster_layer/test_experts.py",
     "dagster_layer/test_gate.py",
     "dagster_layer/test_isolation.py",
+    "dagster_layer/test_landings.py",
     "dagster_layer/test_layers.py",
     "dagster_layer/test_linked.py",
     "dagster_layer/test_look.py",

@@ -17,6 +17,7 @@ from dagster.components.utils.translation import TranslationFn, TranslationFnRes
 from mergepipe_pipeline.assets.place import MergePipeProps, MergePipeTranslator
 from mergepipe_pipeline.dagster.door import (
     Automation,
+    Made,
     build_inbox_defs,
     build_recipe_defs,
     build_search_defs,
@@ -77,11 +78,36 @@ class _Translator(MergePipeTranslator):
 
 _Path = dg.Resolver(_path, model_field_type=str)
 _Files = str | Mapping[str, Any]
+
+
+class Part(dg.Model):
+    """One partition of an asset."""
+
+    asset: str
+    partition: str
+
+
+def _experts(context: dg.ResolutionContext, value: Mapping[str, str | Part]) -> dict[str, Made]:
+    return {name: _made(context.at_path(name), one) for name, one in value.items()}
+
+
+def _made(context: dg.ResolutionContext, one: str | Part) -> Made:
+    if isinstance(one, str):
+        found: Made = context.resolve_value(one)
+        return found
+    asset, part = (str(context.resolve_value(text)) for text in (one.asset, one.partition))
+    mapping = dg.SpecificPartitionsPartitionMapping([part])
+    return dg.AssetDep(dg.AssetKey.from_user_string(asset), partition_mapping=mapping)
+
+
 _Experts = Annotated[
-    dict[str, dg.ResolvedAssetKey],
-    dg.Resolver.default(
-        description="The assets that make experts, by the experts' names: plans follow them.",
-        examples=[{"math": "training/math"}],
+    Mapping[str, Made],
+    dg.Resolver(
+        _experts,
+        model_field_type=Mapping[str, str | Part],
+        description="What makes experts, by their names: plans follow it, and what it says by "
+        "`mergepipe/checkpoint` lands.",
+        examples=[{"math": "training/math", "code": {"asset": "training", "partition": "code"}}],
     ),
 ]
 _Shards = Annotated[

@@ -14,10 +14,11 @@ from typing import Any, Literal, get_args
 import dagster as dg
 import yaml
 
-from mergepipe_pipeline.assets.place import MergePipeTranslator, Place
+from mergepipe_pipeline.assets.place import Maker, MergePipeTranslator, Place
 from mergepipe_pipeline.dagster.parts import (
     of_housekeeping,
     of_inbox,
+    of_landings,
     of_recipes,
     of_searches,
     resources,
@@ -41,6 +42,8 @@ from mergepipe_pipeline.warehouse import Warehouse
 Automation = Literal["sensor", "condition"]
 #: An asset: its key, as Dagster's users write it, or its definition.
 Asset = dg.AssetKey | str | Sequence[str] | dg.AssetsDefinition
+#: What makes an expert: an asset, or one partition of it, as a dep that is mapped to that.
+Made = Asset | dg.AssetDep
 
 
 def build_inbox_defs(
@@ -62,16 +65,17 @@ def build_recipe_defs(
     key_prefix: str | Sequence[str] = (),
     group_name: str | None = None,
     translator: MergePipeTranslator | None = None,
-    experts: Mapping[str, Asset] | None = None,
+    experts: Mapping[str, Made] | None = None,
     shards: int | None = None,
     automation: Automation = "sensor",
 ) -> dg.Definitions:
     """The chain, job, schedule and sensor of each recipe of a file, a folder, or texts by name.
 
     They are written into the warehouse, whose inbox `build_inbox_defs` watches. Plans follow the
-    assets that make `experts`, by the experts' names; `shards` steps share a merge. With
-    `automation="condition"` a plan has the condition `recipe_wants`, by which the sensor starts the
-    chain's assets. Raises RecipeError where there is no recipe, or none that uses such an expert.
+    assets that make `experts`, by the experts' names, and what these say in `mergepipe/checkpoint`
+    lands; `shards` steps share a merge. With `automation="condition"` a plan has the condition
+    `recipe_wants`, by which the sensor starts the chain's assets. Raises RecipeError where there is
+    no recipe, or none that uses such an expert.
     """
     warehouse, place = _placed(home, key_prefix, group_name, translator, experts)
     names = written(recipes, warehouse.recipes, place.prefix)
@@ -79,10 +83,10 @@ def build_recipe_defs(
     files = [_foreseen(warehouse, file) for file in found]
     _refuse_unused(place.makers, files)
     of = "" if is_several(recipes) else identifier_of(names[0])
-    by_condition = _is_condition(automation)
+    by_condition, is_known = _is_condition(automation), spreading()
     steps = shards or SHARDS.value()
-    made = of_recipes(files, steps, spreading(), place, of, by_condition=by_condition)
-    return _with_resources(warehouse, place, made)
+    made = of_recipes(files, steps, is_known, place, of, by_condition=by_condition)
+    return _with_resources(warehouse, place, made, of_landings(files, is_known, place, of))
 
 
 def build_window_defs(
@@ -130,7 +134,7 @@ def build_search_defs(
     key_prefix: str | Sequence[str] = (),
     group_name: str | None = None,
     translator: MergePipeTranslator | None = None,
-    experts: Mapping[str, Asset] | None = None,
+    experts: Mapping[str, Made] | None = None,
 ) -> dg.Definitions:
     """The assets, jobs and sensor of each search of a file, a folder, or texts by name."""
     warehouse, place = _placed(home, key_prefix, group_name, translator, experts)
@@ -138,8 +142,9 @@ def build_search_defs(
     found = standing_searches(warehouse, recipe_files(warehouse))
     files = [search for search in found if search.name in names]
     of = "" if is_several(searches) else identifier_of(names[0])
-    made = of_searches(files, identity_of(warehouse), spreading(), place, of)
-    return _with_resources(warehouse, place, made)
+    is_known = spreading()
+    made = of_searches(files, identity_of(warehouse), is_known, place, of)
+    return _with_resources(warehouse, place, made, of_landings(files, is_known, place, of))
 
 
 def build_housekeeping(
@@ -164,15 +169,32 @@ def _placed(
     key_prefix: str | Sequence[str],
     group_name: str | None,
     translator: MergePipeTranslator | None,
-    experts: Mapping[str, Asset] | None = None,
+    experts: Mapping[str, Made] | None = None,
     *,
     only_own: bool = False,
 ) -> tuple[Warehouse, Place]:
     warehouse = Warehouse.at(home).ensure()
     prefix = (key_prefix,) if isinstance(key_prefix, str) else tuple(key_prefix)
-    makers = {name: _key(asset) for name, asset in (experts or {}).items()}
+    makers = {name: _maker(name, asset) for name, asset in (experts or {}).items()}
     identity = identity_of(warehouse)
     return warehouse, Place(prefix, group_name, translator, identity, makers, only_own)
+
+
+def _maker(name: str, made: Made) -> Maker:
+    if not isinstance(made, dg.AssetDep):
+        return Maker(_key(made))
+    mapping, parts = made.partition_mapping, list[str]()
+    if isinstance(mapping, dg.SpecificPartitionsPartitionMapping):
+        parts = list(mapping.partition_keys)
+    if len(parts) != 1 and mapping is not None:
+        raise RecipeError(
+            "No single partition makes an expert",
+            where=f"experts, {name}",
+            expected="SpecificPartitionsPartitionMapping of one partition, or no mapping",
+            found=f"{type(mapping).__name__} of {', '.join(parts) or 'others'}",
+            next_step="name one partition for each expert",
+        )
+    return Maker(made.asset_key, *parts)
 
 
 def _key(asset: Asset) -> dg.AssetKey:
@@ -224,7 +246,7 @@ def _is_condition(automation: str) -> bool:
     return automation == "condition"
 
 
-def _refuse_unused(makers: Mapping[str, dg.AssetKey], files: Sequence[RecipeFile]) -> None:
+def _refuse_unused(makers: Mapping[str, Maker], files: Sequence[RecipeFile]) -> None:
     """Raise RecipeError for an expert that no recipe uses, or may come to use by a selector."""
     unused = set(makers).difference(*(file.members for file in files))
     if unused and not any(file.parsed is None or file.selected for file in files):
@@ -238,9 +260,9 @@ def _refuse_unused(makers: Mapping[str, dg.AssetKey], files: Sequence[RecipeFile
         )
 
 
-def _with_resources(home: Warehouse, place: Place, made: dg.Definitions) -> dg.Definitions:
+def _with_resources(home: Warehouse, place: Place, *made: dg.Definitions) -> dg.Definitions:
     own = resources(*_of_home(str(home.root)), place)
-    return dg.Definitions.merge(dg.Definitions(resources=own), made)
+    return dg.Definitions.merge(dg.Definitions(resources=own), *made)
 
 
 @cache

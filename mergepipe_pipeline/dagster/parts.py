@@ -11,6 +11,7 @@ import dagster as dg
 
 from mergepipe_pipeline.assets.experts import build_expert_index, build_usable, experts_of
 from mergepipe_pipeline.assets.labels import problem_asset
+from mergepipe_pipeline.assets.landings import build_landing_job
 from mergepipe_pipeline.assets.place import Place
 from mergepipe_pipeline.assets.recipes import (
     build_bisect,
@@ -19,7 +20,7 @@ from mergepipe_pipeline.assets.recipes import (
     build_recipe_assets,
 )
 from mergepipe_pipeline.assets.searches import build_search_assets, build_search_jobs
-from mergepipe_pipeline.deploy.recipe_files import RecipeFile
+from mergepipe_pipeline.deploy.recipe_files import RecipeFile, StandingFile
 from mergepipe_pipeline.deploy.retry import MOST_ATTEMPTS
 from mergepipe_pipeline.resources import Engine, MergePipe
 from mergepipe_pipeline.sensors.failures import build_failure_sensor, build_stalled_sensor
@@ -29,6 +30,7 @@ from mergepipe_pipeline.sensors.housekeeping import (
     build_space,
 )
 from mergepipe_pipeline.sensors.inbox import build_inbox_sensor, build_index_jobs
+from mergepipe_pipeline.sensors.landings import build_landing_sensor
 from mergepipe_pipeline.sensors.recipes import (
     AssetJob,
     build_bisect_sensor,
@@ -143,6 +145,22 @@ def _job(
 
 def _keys(chain: Sequence[dg.AssetsDefinition | dg.AssetChecksDefinition]) -> list[dg.AssetKey]:
     return [key for d in chain if d.is_executable for key in d.keys]
+
+
+def of_landings(
+    files: Sequence[StandingFile], is_known: Callable[[], bool], place: Place, of: str = ""
+) -> dg.Definitions:
+    """What lands for the experts of recipes or searches; nothing lands in the place of a run."""
+    chosen = [s.selector for file in files if isinstance(file, RecipeFile) for s in file.selected]
+    names = set(place.makers) if chosen else {name for file in files for name in file.members}
+    names -= {selector.run for selector in chosen}
+    makers = {name: maker for name, maker in place.makers.items() if name in names}
+    if not makers:
+        return dg.Definitions()
+    job = build_landing_job(makers, place, of)
+    return dg.Definitions(
+        jobs=[job], sensors=[build_landing_sensor(makers, job, is_known, place, of)]
+    )
 
 
 def of_searches(

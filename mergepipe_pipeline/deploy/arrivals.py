@@ -159,7 +159,8 @@ class Arrival:
 
     `indexed` is the token of the content that was indexed last, `stamps` its files. `index` and
     `packing` are of the content `token`; `asked` counts the runs of all contents, so that no two
-    have one key. `landed` is the token of what `land` put there whole.
+    have one key. `landed` is the token of what `land` put there whole, `event` the one of which a
+    landing followed last.
     """
 
     token: str = ""
@@ -168,6 +169,7 @@ class Arrival:
     asked: int = 0
     asked_s: float = 0.0
     landed: str = ""
+    event: str = ""
     index: Work = Work()
     packing: Work = Work()
     packed: Packed = Packed()
@@ -285,6 +287,19 @@ def ask(warehouse: Warehouse, name: str, token: str) -> str:
 def mark_landed(warehouse: Warehouse, name: str, token: str) -> None:
     """Remember that a folder of this content is whole, before it gets its name."""
     _update(warehouse, name, lambda now: replace(now, landed=token))
+
+
+@contextmanager
+def landing_of(warehouse: Warehouse, name: str, event: str) -> Iterator[bool]:
+    """Whether what an event made has yet to land; what lands it is remembered to have landed.
+
+    One process at a time lands for events, so that nothing lands twice.
+    """
+    with locked(warehouse.arrivals / ".landing"):
+        is_due = arrival(warehouse, name).event != event
+        yield is_due
+        if is_due:
+            _update(warehouse, name, lambda now: replace(now, event=event))
 
 
 @contextmanager

@@ -10,11 +10,17 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mergepipe_pipeline.checkpoints.open_checkpoint import model_files, open_checkpoint
-from mergepipe_pipeline.deploy.arrivals import mark_landed, stamps_of, token_of
+from mergepipe_pipeline.deploy.arrivals import (
+    arrival,
+    landing_of,
+    mark_landed,
+    stamps_of,
+    token_of,
+)
 from mergepipe_pipeline.domain.bounds import NAME
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.errors import CheckpointChangedError, MergePipeError
@@ -79,18 +85,10 @@ def land(
     CheckpointChangedError for weights that change meanwhile, RemoteError for an address that cannot
     be read, StorageFullError.
     """
-    remote = Places(warehouse).locate(path) if is_address(path) else None
-    folder = Path(path if remote is None else remote.root).resolve()
-    chosen = name or (folder.name if remote is None else remote.name)
-    final = warehouse.inbox / chosen
     check_tags(tags)
-    if remote is None or not is_address(remote.root):
-        _refuse_wrong_places(warehouse, folder, chosen)
-        checkpoint = open_checkpoint(str(folder), chosen, probes=False)
-    elif NAME.fullmatch(chosen):
-        checkpoint = remote
-    else:
-        raise _misplaced(path, f"the name {chosen!r}")
+    checkpoint = _opened(warehouse, path, name)
+    chosen = checkpoint.name
+    final = warehouse.inbox / chosen
     replaced = final.exists()
     with _staged(warehouse, chosen) as staged, open_folder(checkpoint.root, "ahead") as source:
         sizes = model_files(source, checkpoint)
@@ -107,6 +105,46 @@ def land(
         replace_dir(staged, final)
     nbytes = sum(s.nbytes for s in stamps)
     return Landing(chosen, str(final), len(stamps), nbytes, replaced, left_out)
+
+
+def land_for(warehouse: Warehouse, name: str, path: str, event: str) -> Landing | None:
+    """Land what an `event` made, once for each; None where it has landed before."""
+    with landing_of(warehouse, name, event) as is_due:
+        return land(warehouse, path, name) if is_due else None
+
+
+def is_to_land(warehouse: Warehouse, name: str, path: str, event: str) -> bool:
+    """Whether what an `event` made has yet to land; addresses are not looked at.
+
+    Raises MergePipeError for a place that nothing can land from, as one that starts from the folder
+    of whoever asks, CheckpointError for what is not whole.
+    """
+    if arrival(warehouse, name).event == event:
+        return False
+    if not is_address(path):
+        if not os.path.isabs(path):
+            raise MergePipeError(
+                "This cannot land by itself",
+                where=path,
+                expected="the whole path of a folder, or an address",
+                found="a path that starts from the folder of some process",
+                next_step="say Path(...).resolve() where the checkpoint is made",
+            )
+        _opened(warehouse, path, name)
+    return True
+
+
+def _opened(warehouse: Warehouse, path: str, name: str | None) -> Checkpoint:
+    """What is to land, under the name that it gets."""
+    remote = Places(warehouse).locate(path) if is_address(path) else None
+    folder = Path(path if remote is None else remote.root).resolve()
+    chosen = name or (folder.name if remote is None else remote.name)
+    if remote is None or not is_address(remote.root):
+        _refuse_wrong_places(warehouse, folder, chosen)
+        return open_checkpoint(str(folder), chosen, probes=False)
+    if NAME.fullmatch(chosen):
+        return replace(remote, name=chosen)
+    raise _misplaced(path, f"the name {chosen!r}")
 
 
 def _copy(

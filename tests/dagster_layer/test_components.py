@@ -273,6 +273,24 @@ def test_a_window_follows_the_asset_that_trains_and_has_the_keys_that_it_is_give
     assert text["dtype"] == "bfloat16"
 
 
+def test_an_expert_is_made_by_an_asset_or_by_one_of_its_partitions(
+    sandbox: DefsFolderSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PART", "code")
+    models = [{"model": name, "parameters": {"weight": 1}} for name in ("math", "code")]
+    recipes = {"a": {"merge_method": "linear", "models": models}}
+    experts = {"math": "t/math", "code": {"asset": "t/run", "partition": "{{ env.PART }}"}}
+    attributes = {"home": "../warehouse", "recipes": recipes, "experts": experts}
+    defs = loaded(sandbox, MergeRecipeComponent, attributes)
+    plan = defs.get_assets_def(dg.AssetKey(["a", "plan"]))
+    mapping = plan.get_partition_mapping(dg.AssetKey(["t", "run"]))
+    assert isinstance(mapping, dg.SpecificPartitionsPartitionMapping)
+    assert list(mapping.partition_keys) == ["code"]
+    assert plan.get_partition_mapping(dg.AssetKey(["t", "math"])) is None
+    sensors = {sensor.name for sensor in defs.get_repository_def().sensor_defs}
+    assert "mergepipe_a_landing_sensor" in sensors
+
+
 def test_an_attribute_that_no_component_has_is_refused(sandbox: DefsFolderSandbox) -> None:
     with pytest.raises(Exception, match="Error while loading component") as refused:
         loaded(sandbox, InboxComponent, {"home": "../warehouse", "recipe": "both"})

@@ -75,7 +75,7 @@ def test_an_index_whose_process_is_gone_is_told_by_its_expert(
     instance.report_run_failed(run, "its process is gone")
     told = failure_of(instance, run)
     assert told.text.startswith(
-        "Indexing or packing of math failed: its process is gone. Next: wait: "
+        "Landing, indexing or packing of math failed: its process is gone. Next: wait: "
     )
 
 

@@ -78,7 +78,7 @@ def test_the_ticks_of_all_sensors_of_ours_and_of_no_others_are_known_by_name(
     home.recipe_path("n").write_text(sum_of("base", "expert_00") + gate)
     (home.searches / "s.yml").write_text("- no search\n")
     sensors = build_definitions(home).get_repository_def().sensor_defs
-    assert {sensor.name for sensor in sensors} | {"bisect_sensor"} == SENSORS
+    assert {sensor.name for sensor in sensors} | {"bisect_sensor", "landing_sensor"} == SENSORS
 
 
 def test_an_instance_of_before_moves_over_by_itself_and_leaves_a_set_named_like_ours_was(

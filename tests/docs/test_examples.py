@@ -84,6 +84,7 @@ def test_the_project_of_its_page_is_clean_and_releases_what_it_trains(
         with dg.DagsterInstance.ephemeral() as instance:
             project = Project(instance, runpy.run_path("shop/definitions.py")["defs"])
             assert project.make("training/math", "training/code").success
+            assert len(all_done(project.tick("mergepipe_landing_sensor"))) == 2
             while not (merged := project.tick("mergepipe_recipe_sensor")):
                 project.tick("mergepipe_inbox_sensor")
             assert all_done(merged) == ["mergepipe_merge_both"]
