@@ -39,6 +39,10 @@ class RecipeWants(dg.AutomationCondition[dg.AssetKey]):
         """What it asks, and in a tick of its sensor what that finds."""
         return self.said
 
+    def get_label(self) -> str | None:
+        """What the UI shows with an evaluation: why the condition is false."""
+        return None if self.said == _RULE else self.said
+
     def evaluate(
         self, context: dg.AutomationContext[dg.AssetKey]
     ) -> dg.AutomationResult[dg.AssetKey]:
