@@ -38,9 +38,11 @@ def last_made(instance: dg.DagsterInstance, maker: Maker) -> Made | None:
     return None
 
 
-def build_landing_job(makers: Mapping[str, Maker], place: Place, of: str = "") -> dg.JobDefinition:
+def build_landing_job(
+    makers: Mapping[str, Maker], place: Place, of: str = "{}"
+) -> dg.JobDefinition:
     """The job that lands what makers made: of the experts that a run's tag names, or of all."""
-    name = place.name("_".join(filter(None, (of, "land_experts"))))
+    name, sensor = (place.name(of.format(x)) for x in ("land_experts", "landing_sensor"))
 
     @dg.op(name=f"{name}__land", pool="disk_write")
     @place.bound
@@ -57,7 +59,7 @@ def build_landing_job(makers: Mapping[str, Maker], place: Place, of: str = "") -
     @dg.job(
         name=name,
         tags=place.tags,
-        description="Lands what assets made that say where; landing_sensor starts it.",
+        description=f"Lands what assets made that say where; {sensor} starts it.",
     )
     def land_experts() -> None:
         land()

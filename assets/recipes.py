@@ -318,7 +318,7 @@ def _next(file: RecipeFile) -> str:
     """What a person does, or need not do, about a refusal."""
     gate = file.recipe.gate
     if gate is not None and gate.on_failure == "bisect":
-        return "next: bisect_sensor finds the suspect and keeps it out until it changes"
+        return "next: the bisect sensor finds the suspect and keeps it out until it changes"
     return f"next: mend what changed, or find the suspect: `mergepipe bisect {file.name}`"
 
 

@@ -22,7 +22,12 @@ from mergepipe_pipeline.deploy.instance import identity_of
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
 from mergepipe_pipeline.deploy.standing import how_to_begin
 from mergepipe_pipeline.resources import Engine, MergePipe, build_executor
-from mergepipe_pipeline.sensors.reload import build_reload_sensor, files_token, spreading
+from mergepipe_pipeline.sensors.reload import (
+    build_reload_sensor,
+    definitions_token,
+    files_token,
+    spreading,
+)
 from mergepipe_pipeline.settings import SHARDS
 from mergepipe_pipeline.verbs.search import standing_searches
 from mergepipe_pipeline.warehouse import Warehouse
@@ -48,7 +53,7 @@ def build_definitions(
     begin = f"To begin, {land}; then {write}."
     shared = dg.Definitions(
         assets=[build_status(begin)],
-        sensors=[build_reload_sensor(token)],
+        sensors=[build_reload_sensor(lambda now: definitions_token(now) != token)],
         resources=resources(mergepipe or MergePipe(home=str(home.root)), Engine(), ALONE),
         executor=build_executor(home),
     )

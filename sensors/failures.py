@@ -14,12 +14,13 @@ from urllib.request import Request, urlopen
 
 import dagster as dg
 
-from mergepipe_pipeline.assets.experts import EXPERTS_TAG
+from mergepipe_pipeline.assets.experts import EXPERTS_TAG, index_key
 from mergepipe_pipeline.assets.place import ALONE, Place
 from mergepipe_pipeline.assets.searches import SEARCH_TAG
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
 from mergepipe_pipeline.deploy.retry import MOST_ATTEMPTS, NEXT, Fault
 from mergepipe_pipeline.resources import MergePipe
+from mergepipe_pipeline.sensors.inbox import ONE
 from mergepipe_pipeline.sensors.ticks import (
     RECIPE_TAG,
     Ours,
@@ -75,7 +76,7 @@ def build_failure_sensor(place: Place = ALONE) -> dg.SensorDefinition:
     def failure_sensor(context: dg.RunFailureSensorContext, mergepipe: MergePipe) -> None:
         """Tells of one failed run of ours; a webhook that fails harms nothing."""
         if Ours(context.instance, mergepipe.tags, place=place).has(context.dagster_run):
-            tell(context.log, failure_of(context.instance, context.dagster_run))
+            tell(context.log, failure_of(context.instance, context.dagster_run, place))
 
     return failure_sensor
 
@@ -87,11 +88,15 @@ def tell(log: logging.Logger, failure: RunFailure) -> None:
         log.warning(f"{WEBHOOK.variable}: {problem}")
 
 
-def failure_of(instance: dg.DagsterInstance, run: dg.DagsterRun) -> RunFailure:
+def failure_of(
+    instance: dg.DagsterInstance, run: dg.DagsterRun, place: Place = ALONE
+) -> RunFailure:
     """Why a run failed, in words."""
     attempt = attempt_of(instance, run.run_id)
     recipe = run.tags.get(RECIPE_TAG, "")
-    experts = run.tags.get("dagster/partition") or run.tags.get(EXPERTS_TAG)
+    experts = run.tags.get(EXPERTS_TAG)
+    if run.job_name == place.name(ONE) or index_key(place) in (run.asset_selection or ()):
+        experts = run.tags.get("dagster/partition", experts)
     search = run.tags.get(SEARCH_TAG)
     named = f"Recipe {recipe}" if recipe else f"The search {search}" if search else ""
     what = named or (f"Landing, indexing or packing of {experts}" if experts else run.job_name)

@@ -40,14 +40,14 @@ _KEPT_DAYS = KEEP_RUNS.value()
 
 def build_space(place: Place = ALONE) -> dg.Definitions:
     """What frees the space of what nobody needs: the asset, its job and its schedule."""
-    asset = build_free_space(place)
+    asset, at = build_free_space(place), place.name("space_daily")
     job = dg.define_asset_job(
         place.name("collect"),
         selection=dg.AssetSelection.assets(asset),
-        description="Removes what nobody needs, as `mergepipe gc` does; space_daily starts it.",
+        description=f"Removes what nobody needs, as `mergepipe gc` does; {at} starts it.",
     )
     daily = dg.ScheduleDefinition(
-        name=place.name("space_daily"),
+        name=at,
         job=job,
         cron_schedule="40 4 * * *",
         default_status=dg.DefaultScheduleStatus.RUNNING,

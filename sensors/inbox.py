@@ -43,10 +43,11 @@ ONE, SEVERAL = "index_experts", "index_burst"
 
 def build_index_jobs(place: Place = ALONE) -> list[Any]:
     """These jobs."""
+    sensor = place.name("inbox_sensor")
     one = dg.define_asset_job(
         place.name(ONE),
         selection=dg.AssetSelection.assets(index_key(place)).without_checks(),
-        description="Indexes one checkpoint of the inbox; inbox_sensor starts it when it is whole.",
+        description=f"Indexes one checkpoint of the inbox; {sensor} starts it when it is whole.",
         tags=place.tags,
     )
     return [one, build_burst(SHARDS.value(), place)]

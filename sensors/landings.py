@@ -33,7 +33,7 @@ def build_landing_sensor(
     job: dg.JobDefinition,
     is_known: Callable[[], bool],
     place: Place,
-    of: str = "",
+    of: str = "{}",
 ) -> dg.SensorDefinition:
     """The level-triggered sensor over what makers made; `is_known` as for recipes."""
 

@@ -20,7 +20,7 @@ from mergepipe_pipeline.assets.status import changed_status
 from mergepipe_pipeline.deploy.inbox import reason_to_wait_for_packs
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.deploy.recorded import last_written_s
-from mergepipe_pipeline.deploy.retry import Attempt, Fault, reason_to_wait
+from mergepipe_pipeline.deploy.retry import NEXT, Attempt, Fault, reason_to_wait
 from mergepipe_pipeline.deploy.standing import Standing, failing, first_steps, standing
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.sensors.ticks import (
@@ -62,6 +62,11 @@ REFUSAL_TAG = "mergepipe/refusal"
 def job_name(file: RecipeFile, place: Place = ALONE) -> str:
     """The job that runs a recipe's whole chain."""
     return place.name(f"merge_{file.identifier}")
+
+
+def _named(file: RecipeFile, place: Place) -> RecipeFile:
+    """A recipe whose texts name the job that it has here."""
+    return replace(file, job=job_name(file, place))
 
 
 def request_or_reason(
@@ -148,7 +153,7 @@ def build_recipe_sensor(
     jobs: Mapping[str, AssetJob],
     is_known: Callable[[], bool],
     place: Place = ALONE,
-    of: str = "",
+    of: str = "{}",
     names: Collection[str] | None = None,
     wanting: Mapping[str, Wanting] | None = None,
 ) -> dg.SensorDefinition:
@@ -177,7 +182,8 @@ def build_recipe_sensor(
         instance, ours = context.instance, Ours.of(context, mergepipe, place)
         busy = recipes_under_way(ours)
         make_pools_known(instance)
-        files = [f for f in recipe_files(mergepipe.warehouse) if names is None or f.name in names]
+        found = recipe_files(mergepipe.warehouse)
+        files = [_named(f, place) for f in found if names is None or f.name in names]
         requests, states = _look(mergepipe, ours, busy, unready, files)
         requests, more = decide(context, wanting, requests, states) if wanting else (requests, {})
         first = None if states else first_steps(mergepipe.warehouse)
@@ -263,7 +269,11 @@ def _look(
 
 
 def _lines(states: Mapping[str, Standing]) -> list[str]:
-    return [visible(f"{name}: {where.told}") for name, where in states.items()]
+    return [visible(f"{name}: {_line(where)}") for name, where in states.items()]
+
+
+def _line(where: Standing) -> str:
+    return f"{where.told}.{NEXT}{where.then}" if where.state == "to be merged" else where.told
 
 
 def _idle(states: Mapping[str, Standing]) -> str:
@@ -302,7 +312,8 @@ def build_nightly(file: RecipeFile, place: Place = ALONE) -> dg.ScheduleDefiniti
         ours = Ours.of(context, mergepipe, place)
         refuse_empty(ours, mergepipe.warehouse)  # this is asked again each minute
         busy = recipes_under_way(ours)
-        request = request_or_reason(mergepipe, file, ours, busy, is_time=True)
+        named = _named(file, place)
+        request = request_or_reason(mergepipe, named, ours, busy, is_time=True)
         if isinstance(request, dg.RunRequest):
             return request
         if request.state == "current":
@@ -331,7 +342,7 @@ def _metadata(last: Release) -> dict[str, str | int]:
 
 
 def build_bisect_sensor(
-    jobs: Mapping[str, Any], is_known: Callable[[], bool], place: Place = ALONE, of: str = ""
+    jobs: Mapping[str, Any], is_known: Callable[[], bool], place: Place = ALONE, of: str = "{}"
 ) -> dg.SensorDefinition:
     """The level-triggered sensor over the recipes that have a job for this, by name.
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import dagster as dg
 
+from mergepipe_pipeline.assets.place import ALONE, Place
 from mergepipe_pipeline.deploy.instance import identity_of, process_age_s
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.resources import MergePipe
@@ -29,21 +30,25 @@ _ASKED = threading.Lock()
 _SPREADING_S = 5.0
 
 
-def build_reload_sensor(loaded: str) -> dg.SensorDefinition:
-    """The sensor that reloads definitions; `loaded` is the token of those that are loaded."""
+def build_reload_sensor(
+    is_changed: Callable[[Warehouse], bool], place: Place = ALONE
+) -> dg.SensorDefinition:
+    """The sensor that reloads definitions where `is_changed` says that they would be others."""
 
     @standing_sensor(
-        "Loads the definitions anew when a recipe, or what it is made from, changed.", 15
+        "Loads the definitions anew when a recipe, or what it is made from, changed.",
+        15,
+        place=place,
     )
     def reload_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SkipReason:
         """Has this process replaced by one that loads the recipes as they are now."""
         server = code_server()
         if server is not None:
             guard(server)
-        if definitions_token(mergepipe.warehouse) == loaded:
+        if not is_changed(mergepipe.warehouse):
             return dg.SkipReason("recipes are loaded as they are")
         # Dagster forgets since when a schedule is on that is not there, and with it the night.
-        refuse_empty(Ours.of(context, mergepipe), mergepipe.warehouse)
+        refuse_empty(Ours.of(context, mergepipe, place), mergepipe.warehouse)
         if server is None:
             return dg.SkipReason(
                 "recipes changed; no code server runs above this process, so that the daemon loads "

@@ -38,7 +38,7 @@ def build_search_sensor(
     identity: str,
     is_known: Callable[[], bool],
     place: Place = ALONE,
-    of: str = "",
+    of: str = "{}",
 ) -> dg.SensorDefinition:
     """The level-triggered sensor over all search files; `jobs` by search and step.
 

@@ -26,6 +26,7 @@ from dagster_shared.error import SerializableErrorInfo
 from mergepipe_pipeline.assets.experts import EXPERTS_TAG
 from mergepipe_pipeline.assets.place import ALONE, Place
 from mergepipe_pipeline.assets.searches import SEARCH_TAG
+from mergepipe_pipeline.deploy.copies import settle
 from mergepipe_pipeline.deploy.instance import is_refused, own_name
 from mergepipe_pipeline.deploy.retry import (
     MOST_ATTEMPTS,
@@ -278,10 +279,10 @@ def standing_sensor(
     usual_s: int,
     jobs: Sequence[Any] | None = None,
     place: Place = ALONE,
-    of: str = "",
+    of: str = "{}",
     assets: Sequence[dg.AssetKey] | None = None,
 ) -> Callable[[Callable[..., Any]], dg.SensorDefinition]:
-    """A sensor of ours from a function, named as that (`of` something) and on from the start.
+    """A sensor of ours from a function, named as that in `of`, and on from the start.
 
     One that asks for runs of `jobs`, or of `assets` in their place, asks for nothing while the
     warehouse cannot be written: they would fail.
@@ -289,14 +290,15 @@ def standing_sensor(
 
     def decorate(tick: Callable[..., Any]) -> dg.SensorDefinition:
         sensor = dg.sensor(
-            name=place.name("_".join(filter(None, (of, tick.__name__)))),
+            name=place.name(of.format(tick.__name__)),
             description=description,
             jobs=jobs if assets is None else None,
             asset_selection=assets,
             minimum_interval_seconds=interval_s(usual_s),
             default_status=dg.DefaultSensorStatus.RUNNING,
         )
-        return sensor(place.bound(tick if jobs is None else _while_writable(tick)))
+        settled = _settling(tick) if place.is_guest else tick
+        return sensor(place.bound(settled if jobs is None else _while_writable(settled)))
 
     return decorate
 
@@ -318,6 +320,18 @@ def asked(
 def separated(reasons: Sequence[str]) -> str:
     """Reasons of a tick, each on a line with a dot before it: the UI shows all in one line."""
     return "".join(reasons) if len(reasons) < 2 else "\n".join(f"• {r}" for r in reasons)
+
+
+def _settling(tick: Callable[..., Any]) -> Callable[..., Any]:
+    """A tick before which the copies go that its location does not ask for any more."""
+
+    @wraps(tick)
+    def settled(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> Any:
+        if label := Ours.of(context, mergepipe).label:
+            settle(mergepipe.warehouse, label)
+        return tick(context, mergepipe)
+
+    return settled
 
 
 def _while_writable(tick: Callable[..., Any]) -> Callable[..., Any]:

@@ -57,6 +57,7 @@ LONG = (
     "dagster_layer/test_commands.py",
     "dagster_layer/test_components.py",
     "dagster_layer/test_conditions.py",
+    "dagster_layer/test_copies.py",
     "dagster_layer/test_daemon.py",
     "dagster_layer/test_deleted.py",
     "dagster_layer/test_existing_project.py",

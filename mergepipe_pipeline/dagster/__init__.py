@@ -5,6 +5,7 @@ from dagster_shared.libraries import DagsterLibraryRegistry
 from mergepipe_pipeline import __version__
 from mergepipe_pipeline.assets.place import MergePipeProps, MergePipeTranslator
 from mergepipe_pipeline.dagster.components import (
+    HousekeepingComponent,
     InboxComponent,
     MergeRecipeComponent,
     SearchComponent,
@@ -20,6 +21,7 @@ from mergepipe_pipeline.dagster.door import (
 from mergepipe_pipeline.dagster.resource import MergePipeResource
 
 __all__ = [
+    "HousekeepingComponent",
     "InboxComponent",
     "MergePipeProps",
     "MergePipeResource",

@@ -18,13 +18,20 @@ from mergepipe_pipeline.assets.place import MergePipeProps, MergePipeTranslator
 from mergepipe_pipeline.dagster.door import (
     Automation,
     Made,
+    build_housekeeping,
     build_inbox_defs,
     build_recipe_defs,
     build_search_defs,
     build_window_defs,
 )
-from mergepipe_pipeline.dagster.written import Source
+from mergepipe_pipeline.deploy.copies import Source
 from mergepipe_pipeline.recipe.windows import SCHEDULES
+
+
+def _where(context: dg.ComponentLoadContext) -> dict[str, Any]:
+    """What tells a component from others, and where paths in its texts start."""
+    key = context.component_loc.get_display_key(context.defs_module_path)
+    return {"name": key.removesuffix("[0]").removesuffix("]"), "relative_to": context.path}
 
 
 def _path(context: dg.ResolutionContext, value: str) -> str:
@@ -191,6 +198,34 @@ class InboxComponent(_OfWarehouse):
         return build_inbox_defs(**self._place())
 
 
+@dg.scaffold_with(_written_as(lambda name: {}))
+@dataclass(kw_only=True)
+class HousekeepingComponent(_OfWarehouse):
+    """Keeps disk and instance in order, and tells of failures: one of a warehouse in a location.
+
+    Example:
+
+    ```yaml
+    type: mergepipe_pipeline.dagster.HousekeepingComponent
+    attributes:
+      home: "{{ context.project_root }}/warehouse"
+      reload: true
+    ```
+    """
+
+    only_own: Annotated[
+        bool, dg.Resolver.default(description="Leave runs in which assets of others can be alone.")
+    ] = True
+    reload: Annotated[
+        bool,
+        dg.Resolver.default(description="Load this code location anew when files here change."),
+    ] = False
+
+    def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
+        """The definitions of `build_housekeeping`."""
+        return build_housekeeping(only_own=self.only_own, reload=self.reload, **self._place())
+
+
 _RECIPE = {
     "merge_method": "linear",
     "models": [
@@ -242,6 +277,7 @@ class MergeRecipeComponent(_OfWarehouse):
             experts=self.experts,
             shards=self.shards,
             automation=self.automation,
+            **_where(context),
             **self._place(),
         )
 
@@ -311,6 +347,7 @@ class WindowComponent(_OfWarehouse):
             recipe=self.recipe,
             training=self.training,
             shards=self.shards,
+            relative_to=context.path,
             **self._place(),
         )
 
@@ -349,4 +386,5 @@ class SearchComponent(_OfWarehouse):
 
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
         """The definitions of `build_search_defs`."""
-        return build_search_defs(self.searches, experts=self.experts, **self._place())
+        place = {**self._place(), **_where(context)}
+        return build_search_defs(self.searches, experts=self.experts, **place)

@@ -24,7 +24,7 @@ from mergepipe_pipeline.dagster.parts import (
     resources,
 )
 from mergepipe_pipeline.dagster.resource import MergePipeResource
-from mergepipe_pipeline.dagster.written import Source, is_several, written
+from mergepipe_pipeline.deploy.copies import Source, are_changed, is_several, written
 from mergepipe_pipeline.deploy.instance import identity_of
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, identifier_of, recipe_files
 from mergepipe_pipeline.domain.selector import Selected, Selector
@@ -32,7 +32,7 @@ from mergepipe_pipeline.domain.training_run import member_name
 from mergepipe_pipeline.errors import MergePipeError, RecipeError
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.resources import Engine
-from mergepipe_pipeline.sensors.reload import spreading
+from mergepipe_pipeline.sensors.reload import build_reload_sensor, spreading
 from mergepipe_pipeline.settings import SHARDS
 from mergepipe_pipeline.storage.atomic import link_path
 from mergepipe_pipeline.verbs.search import standing_searches
@@ -68,21 +68,25 @@ def build_recipe_defs(
     experts: Mapping[str, Made] | None = None,
     shards: int | None = None,
     automation: Automation = "sensor",
+    name: str = "",
+    relative_to: str | Path | None = None,
 ) -> dg.Definitions:
     """The chain, job, schedule and sensor of each recipe of a file, a folder, or texts by name.
 
     They are written into the warehouse, whose inbox `build_inbox_defs` watches. Plans follow the
     assets that make `experts`, by the experts' names, and what these say in `mergepipe/checkpoint`
     lands; `shards` steps share a merge. With `automation="condition"` a plan has the condition
-    `recipe_wants`, by which the sensor starts the chain's assets. Raises RecipeError where there is
-    no recipe, or none that uses such an expert.
+    `recipe_wants`, by which the sensor starts the chain's assets. `name` tells the sensors of calls
+    with several recipes apart. Paths of evaluators in texts start from `relative_to`, those in
+    files from where the file is. Raises RecipeError where there is no recipe, or none that uses
+    such an expert, and for a recipe of the warehouse of the same name.
     """
     warehouse, place = _placed(home, key_prefix, group_name, translator, experts)
-    names = written(recipes, warehouse.recipes, place.prefix)
+    names = written(recipes, warehouse.recipes, place.prefix, relative_to)
     found = (file for file in recipe_files(warehouse) if file.name in names)
     files = [_foreseen(warehouse, file) for file in found]
     _refuse_unused(place.makers, files)
-    of = "" if is_several(recipes) else identifier_of(names[0])
+    of = _sensor_name(recipes, names, name)
     by_condition, is_known = _is_condition(automation), spreading()
     steps = shards or SHARDS.value()
     made = of_recipes(files, steps, is_known, place, of, by_condition=by_condition)
@@ -104,6 +108,7 @@ def build_window_defs(
     translator: MergePipeTranslator | None = None,
     training: Asset | None = None,
     shards: int | None = None,
+    relative_to: str | Path | None = None,
 ) -> dg.Definitions:
     """The recipe `name` of the last checkpoints of a training run, merged anew as they are saved.
 
@@ -124,6 +129,7 @@ def build_window_defs(
         translator=translator,
         experts=None if training is None else {folder.name: training},
         shards=shards,
+        relative_to=relative_to,
     )
 
 
@@ -135,14 +141,18 @@ def build_search_defs(
     group_name: str | None = None,
     translator: MergePipeTranslator | None = None,
     experts: Mapping[str, Made] | None = None,
+    name: str = "",
+    relative_to: str | Path | None = None,
 ) -> dg.Definitions:
-    """The assets, jobs and sensor of each search of a file, a folder, or texts by name."""
+    """The assets, jobs and sensor of each search of a file, a folder, or texts by name.
+
+    `name` and `relative_to` as of `build_recipe_defs`.
+    """
     warehouse, place = _placed(home, key_prefix, group_name, translator, experts)
-    names = written(searches, warehouse.searches, place.prefix)
+    names = written(searches, warehouse.searches, place.prefix, relative_to)
     found = standing_searches(warehouse, recipe_files(warehouse))
     files = [search for search in found if search.name in names]
-    of = "" if is_several(searches) else identifier_of(names[0])
-    is_known = spreading()
+    of, is_known = _sensor_name(searches, names, name), spreading()
     made = of_searches(files, identity_of(warehouse), is_known, place, of)
     return _with_resources(warehouse, place, made, of_landings(files, is_known, place, of))
 
@@ -154,14 +164,30 @@ def build_housekeeping(
     group_name: str | None = None,
     translator: MergePipeTranslator | None = None,
     only_own: bool = True,
+    reload: bool = False,
 ) -> dg.Definitions:
     """What keeps disk and instance in order: `gc`, ends of dead runs, old runs, told failures.
 
     Runs that are touched are those that our sensors and jobs start; unless `only_own`, all that use
-    the warehouse, with a training that lands an expert among them.
+    the warehouse, with a training that lands an expert among them. With `reload`, the code location
+    is loaded anew when a file changes, comes or goes that was given to a call here.
     """
     warehouse, place = _placed(home, key_prefix, group_name, translator, only_own=only_own)
-    return _with_resources(warehouse, place, of_housekeeping(place))
+    made = of_housekeeping(place)
+    if reload:
+        sensors = [build_reload_sensor(are_changed, place)]
+        made = dg.Definitions.merge(made, dg.Definitions(sensors=sensors))
+    return _with_resources(warehouse, place, made)
+
+
+def _sensor_name(source: Source, names: Sequence[str], name: str) -> str:
+    """How sensors are named: after the one that they watch, or as somebody says.
+
+    What stands behind is somebody's `name`, so that no recipe has it.
+    """
+    if not is_several(source):
+        return f"{identifier_of(names[0])}_{{}}"
+    return "_".join(filter(None, ("{}", identifier_of(name))))
 
 
 def _placed(

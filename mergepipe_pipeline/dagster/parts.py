@@ -79,7 +79,7 @@ def of_recipes(
     shards: int,
     is_known: Callable[[], bool],
     place: Place,
-    of: str = "",
+    of: str = "{}",
     *,
     by_condition: bool = False,
 ) -> dg.Definitions:
@@ -97,7 +97,7 @@ def of_recipes(
             try:
                 nightly = build_nightly(file, place)  # it says best what is wrong with a schedule
                 chain = build_recipe_assets(file, shards, place)
-                job, bisection = _job(file, chain, place), build_bisect_job(file, place)
+                job, bisection = _job(file, chain, place, of), build_bisect_job(file, place)
                 wants = Wanting(place.key(file.name, "plan"), _keys(chain))
                 chain = wants.with_condition(chain) if by_condition else chain
                 chain = place.translated([*chain, *build_bisect(file, place)])
@@ -127,15 +127,19 @@ def of_recipes(
 
 
 def _job(
-    file: RecipeFile, chain: Sequence[dg.AssetsDefinition | dg.AssetChecksDefinition], place: Place
+    file: RecipeFile,
+    chain: Sequence[dg.AssetsDefinition | dg.AssetChecksDefinition],
+    place: Place,
+    of: str,
 ) -> AssetJob:
     """One run of the whole chain; layers that the action cache knows are reused inside it."""
+    sensor = place.name(of.format("recipe_sensor"))
     return dg.define_asset_job(
         job_name(file, place),
         selection=dg.AssetSelection.assets(*_keys(chain)),
         description=(
             f"Merges {file.name} and releases it: plan, merge, snapshot, its checks, release. "
-            "Layers that are known are reused; recipe_sensor starts it when an input changed."
+            f"Layers that are known are reused; {sensor} starts it when an input changed."
         ),
         tags={"mergepipe/recipe": file.name, **place.tags},
         # For a worker that is gone: what a step itself fails of is no run's to try again.
@@ -148,7 +152,7 @@ def _keys(chain: Sequence[dg.AssetsDefinition | dg.AssetChecksDefinition]) -> li
 
 
 def of_landings(
-    files: Sequence[StandingFile], is_known: Callable[[], bool], place: Place, of: str = ""
+    files: Sequence[StandingFile], is_known: Callable[[], bool], place: Place, of: str = "{}"
 ) -> dg.Definitions:
     """What lands for the experts of recipes or searches; nothing lands in the place of a run."""
     chosen = [s.selector for file in files if isinstance(file, RecipeFile) for s in file.selected]
@@ -168,7 +172,7 @@ def of_searches(
     identity: str,
     is_known: Callable[[], bool],
     place: Place,
-    of: str = "",
+    of: str = "{}",
 ) -> dg.Definitions:
     """Of every search its assets, or one that says why it cannot be used; no sensor without any."""
     jobs, built = dict[str, Mapping[str, Any]](), list[dg.AssetsDefinition]()

@@ -19,7 +19,7 @@ import yaml
 from mergepipe_pipeline.assets.experts import experts_of
 from mergepipe_pipeline.checkpoints.header import build_header
 from mergepipe_pipeline.dagster.door import build_inbox_defs, build_recipe_defs
-from mergepipe_pipeline.dagster.written import Source
+from mergepipe_pipeline.deploy.copies import Source
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, names_read, recipe_files
 from mergepipe_pipeline.errors import MergePipeError, NotFoundError
 from mergepipe_pipeline.sensors.ticks import RECIPE_TAG

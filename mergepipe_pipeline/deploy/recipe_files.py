@@ -22,6 +22,7 @@ from mergepipe_pipeline.domain.selector import Selected
 from mergepipe_pipeline.errors import CorruptionError, RecipeError
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.locate import Places
+from mergepipe_pipeline.resolution.origins import folder_of
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.resolution.resolve import foreseen, open_stage
 from mergepipe_pipeline.resolution.selected import Registered
@@ -61,12 +62,15 @@ class StandingFile:
 class RecipeFile(StandingFile):
     """A recipe of the warehouse; without the names of stages, and with what selectors take.
 
-    `layers` are those of the result, empty where there is a `problem`.
+    `layers` are those of the result, empty where there is a `problem`. Relative paths of its
+    evaluator start from `folder`. `job` is the name of the job that runs it.
     """
 
     kind = "recipe"
 
     parsed: ParsedRecipe | None = None
+    folder: Path = Path()
+    job: str = ""
     layers: tuple[str, ...] = ()
 
     @property
@@ -251,10 +255,10 @@ def uses(ref: ModelRef, parsed: ParsedRecipe) -> tuple[str, ...]:
 def _read(warehouse: Warehouse, path: Path, choose: Registered) -> RecipeFile:
     """A recipe file, as its text and the names of the catalog give it."""
     try:
-        parsed = load_recipe(path, warehouse, choose)
+        parsed, folder = load_recipe(path, warehouse, choose), folder_of(path)
     except Exception as error:  # whatever it is, it is this recipe's alone
         return RecipeFile(path.stem, problem=str(error))
-    file = RecipeFile(path.stem, parsed=parsed)
+    file = RecipeFile(path.stem, parsed=parsed, folder=folder)
     return replace(file, members=tuple(dict.fromkeys(_members(file))))
 
 

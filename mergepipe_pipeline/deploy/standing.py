@@ -69,7 +69,7 @@ class Standing:
 def standing(file: RecipeFile, state: State, told: str) -> Standing:
     """Where a recipe is, for a reason; what comes next is what the reason says, or the state."""
     why, step = _parts(told)
-    following = _NEXT[state].format(name=file.name, job=f"merge_{file.identifier}")
+    following = _NEXT[state].format(name=file.name, job=file.job or f"merge_{file.identifier}")
     return Standing(state, told, why, step or following)
 
 

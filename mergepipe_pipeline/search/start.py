@@ -24,6 +24,7 @@ from mergepipe_pipeline.quality.evaluators import command_of, evaluator_id
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.recipe.references import identity, parse_reference
 from mergepipe_pipeline.resolution.locate import Places
+from mergepipe_pipeline.resolution.origins import folder_of
 from mergepipe_pipeline.resolution.recipe_text import parse, yaml_file
 from mergepipe_pipeline.resolution.resolve import ResolvedRecipe, open_stage, resolve
 from mergepipe_pipeline.search.bayes import refuse_without_botorch
@@ -44,7 +45,7 @@ def read_search(warehouse: Warehouse, path: Path) -> Search:
     EvaluationError for an evaluator that cannot be had.
     """
     text = yaml_file(path, "search file")
-    name, folder = path.stem, path.resolve().parent
+    name, folder = path.stem, folder_of(path)
     if not _NAME.fullmatch(name):
         raise RecipeError(
             "A search's file name cannot name a search",

@@ -106,7 +106,8 @@ def _subject(warehouse: Warehouse, what: str) -> tuple[ParsedRecipe, Path, Snaps
             found=repr(what),
             next_step="give the file of the recipe",
         )
-    return matching[0].recipe, warehouse.recipes, current_snapshot(warehouse, matching[0].name)
+    file = matching[0]
+    return file.recipe, file.folder, current_snapshot(warehouse, file.name)
 
 
 def _merged(warehouse: Warehouse, parsed: ParsedRecipe, folder: Path) -> Snapshot:
@@ -186,7 +187,7 @@ def trace_refusal(
     prepared = prepare_snapshots(
         warehouse,
         file.recipe,
-        warehouse.recipes,
+        file.folder,
         live=live,
         refused=refused,
         most=MOST,

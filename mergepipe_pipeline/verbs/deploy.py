@@ -151,10 +151,10 @@ def _due(warehouse: Warehouse, file: RecipeFile) -> Due | Standing:
     if refused is not None:
         return standing(file, "refused", refused.summary)
     evaluator = file.recipe.evaluator
-    refuse_unready(evaluator, warehouse.recipes)
+    refuse_unready(evaluator, file.folder)
     inputs: list[int | str] = [warehouse.catalog.get(m).version for m in file.members]
     if evaluator is not None:
-        inputs.append(evaluator_id(evaluator, warehouse.recipes))
+        inputs.append(evaluator_id(evaluator, file.folder))
     return Due(state, last.sequence if last else 0, digest_json(inputs)[:8])
 
 
@@ -348,7 +348,7 @@ def evaluate_recipe(warehouse: Warehouse, file: RecipeFile) -> tuple[Evaluation,
     evaluator = require_evaluator(file.recipe)
     with lease_recipe(warehouse, file.name):
         snapshot, _ = candidate(warehouse, file)
-        evaluation = evaluate(warehouse, snapshot, evaluator, warehouse.recipes)
+        evaluation = evaluate(warehouse, snapshot, evaluator, file.folder)
     path = warehouse.evaluation_path(evaluation.snapshot_id, evaluation.evaluator_id)
     return evaluation, path.with_suffix(".log")
 

@@ -24,6 +24,7 @@ from mergepipe_pipeline.quality.evaluators import command_of, evaluator_id
 from mergepipe_pipeline.quality.judge import judge
 from mergepipe_pipeline.quality.measure import evaluate, kept
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
+from mergepipe_pipeline.resolution.origins import folder_of
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.snapshots.stores import Marks
@@ -100,7 +101,7 @@ def measure(
     """
     evaluator = require_evaluator(load_recipe(recipe, warehouse))
     found = load_snapshot(warehouse.snapshots, snapshot_of(warehouse, snapshot))
-    return evaluate(warehouse, found, evaluator, recipe.resolve().parent, fresh=fresh)
+    return evaluate(warehouse, found, evaluator, folder_of(recipe), fresh=fresh)
 
 
 def judge_snapshot(
@@ -163,7 +164,7 @@ def metrics_of(warehouse: Warehouse, file: RecipeFile, ref: Ref) -> Metrics:
     evaluator, found = file.recipe.evaluator, None
     if evaluator is not None:
         with suppress(MergePipeError):
-            found = kept(warehouse, ref.snapshot_id, evaluator_id(evaluator, warehouse.recipes))
+            found = kept(warehouse, ref.snapshot_id, evaluator_id(evaluator, file.folder))
     return found.metrics if found else {}
 
 
@@ -235,7 +236,7 @@ def judge_candidate(
     `wanted` is the state that it was made from; None remembers nothing. Raises EvaluationError.
     """
     ref = file.recipe.ref
-    judged = judge_snapshot(warehouse, file.recipe, warehouse.recipes, snapshot, ref)
+    judged = judge_snapshot(warehouse, file.recipe, file.folder, snapshot, ref)
     mark(warehouse, file.name, judged)
     if judged.verdict is None or judged.verdict.passed:
         remove_tree(warehouse.refusal_path(file.name))
@@ -255,7 +256,7 @@ def refused_before(warehouse: Warehouse, file: RecipeFile, wanted: str) -> Refus
     if refusal_before is None or refusal_before.wanted != wanted or evaluator is None:
         return None
     verdict = refusal_before.verdict
-    measured = kept(warehouse, verdict.snapshot_id, evaluator_id(evaluator, warehouse.recipes))
+    measured = kept(warehouse, verdict.snapshot_id, evaluator_id(evaluator, file.folder))
     is_same = measured is not None and all(
         measured.metrics.get(f.threshold.metric) == f.value for f in verdict.findings
     )
@@ -296,7 +297,7 @@ def promote(
         return Promoted(done, None)
     parsed = _gated(warehouse, ref, recipe)
     refuse_kept_out(warehouse, snapshot, ref, is_guarded=True)
-    folder = Path(parsed.where).resolve().parent
+    folder = folder_of(Path(parsed.where))
     require_evaluator(parsed)
     judged = pass_gate(warehouse, parsed, folder, snapshot, ref)
     done = publish(

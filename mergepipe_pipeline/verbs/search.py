@@ -25,6 +25,7 @@ from mergepipe_pipeline.errors import RecipeError
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.references import parse_reference
 from mergepipe_pipeline.recipe.yaml_text import MAX_NBYTES
+from mergepipe_pipeline.resolution.origins import folder_of
 from mergepipe_pipeline.search.candidate import Candidates, evaluate
 from mergepipe_pipeline.search.front import Bound, Front, cheapest, front, front_picture, ref_name
 from mergepipe_pipeline.search.ledger import Ledger, Prior, Result, Search, searches
@@ -170,7 +171,7 @@ def due_of(warehouse: Warehouse, standing: StandingSearch) -> SearchDue:
         return SearchDue(True, (), (), "", False, "it is to begin")
     ledger = Ledger(warehouse, standing.name)
     search = ledger.search()
-    if (search.file, search.folder) != (standing.file, standing.path.resolve().parent):
+    if (search.file, search.folder) != (standing.file, folder_of(standing.path)):
         raise RecipeError(
             "A search asks for something else than it began with",
             where=str(standing.path),

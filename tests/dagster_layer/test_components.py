@@ -18,12 +18,14 @@ from dagster.components.testing import DefsFolderSandbox, create_defs_folder_san
 from safetensors.numpy import load_file
 
 from mergepipe_pipeline.dagster import (
+    HousekeepingComponent,
     InboxComponent,
     MergePipeProps,
     MergeRecipeComponent,
     WindowComponent,
     door,
 )
+from mergepipe_pipeline.deploy.recipe_files import recipe_files
 from mergepipe_pipeline.verbs.deploy import last_release
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.test_existing_project import Project, all_done
@@ -32,7 +34,13 @@ from tests.docs.page import DOCS, blocks
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("InboxComponent", "MergeRecipeComponent", "SearchComponent", "WindowComponent")
+NAMES = (
+    "HousekeepingComponent",
+    "InboxComponent",
+    "MergeRecipeComponent",
+    "SearchComponent",
+    "WindowComponent",
+)
 ONE = {"merge_method": "linear", "models": [{"model": "math", "parameters": {"weight": 1}}]}
 
 TRAINING = '''
@@ -235,6 +243,50 @@ def test_paths_start_from_the_yaml_and_recipes_come_from_a_folder(
     keys = defs.resolve_asset_graph().get_all_asset_keys()
     assert {dg.AssetKey(["our", "team", name, "release"]) for name in ("a", "b")} < keys
     assert (sandbox.defs_folder_path / "warehouse" / "recipes" / "b.yml").exists()
+
+
+def sensors_of(sandbox: DefsFolderSandbox) -> set[str]:
+    """The sensors of all components of a project."""
+    with sandbox.build_all_defs() as defs:
+        dg.Definitions.validate_loadable(defs)
+        return {sensor.name for sensor in defs.get_repository_def().sensor_defs}
+
+
+def test_components_with_several_recipes_each_have_sensors_that_stay_while_others_come(
+    sandbox: DefsFolderSandbox,
+) -> None:
+    def documents(*names: str) -> str:
+        kind = "mergepipe_pipeline.dagster.MergeRecipeComponent"
+        texts = [{f"{name}1": ONE, f"{name}2": ONE} for name in names]
+        attributes = [{"home": "{{ context.project_root }}/w", "recipes": text} for text in texts]
+        return yaml.safe_dump_all([{"type": kind, "attributes": one} for one in attributes])
+
+    for place, names in (("team/x", "a"), ("y", "b")):
+        (sandbox.defs_folder_path / place).mkdir(parents=True)
+        (sandbox.defs_folder_path / place / "defs.yaml").write_text(documents(*names))
+    first = {"mergepipe_recipe_sensor_team_x", "mergepipe_recipe_sensor_y"}
+    assert sensors_of(sandbox) == first
+    (sandbox.defs_folder_path / "y" / "defs.yaml").write_text(documents("b", "c"))
+    assert sensors_of(sandbox) == {*first, "mergepipe_recipe_sensor_y_1"}
+
+
+def test_paths_of_evaluators_start_from_the_yaml(sandbox: DefsFolderSandbox) -> None:
+    recipe = {**ONE, "evaluate": {"command": ["python", "eval.py"]}}
+    loaded(sandbox, MergeRecipeComponent, {"home": "../warehouse", "recipes": {"a": recipe}})
+    warehouse = Warehouse.at(sandbox.defs_folder_path / "warehouse")
+    (file,) = recipe_files(warehouse)
+    assert file.folder == sandbox.defs_folder_path / "one"
+
+
+def test_housekeeping_reloads_where_its_yaml_says_so(
+    sandbox: DefsFolderSandbox,
+) -> None:
+    attributes = {"home": "../warehouse", "only_own": False}
+    usual = {"orphans", "retention", "failure", "stalled"}
+    for more, names in (({}, usual), ({"reload": True}, usual | {"reload"})):
+        defs = loaded(sandbox, HousekeepingComponent, attributes | more)
+        found = {sensor.name for sensor in defs.get_repository_def().sensor_defs}
+        assert found == {f"mergepipe_{name}_sensor" for name in names}
 
 
 def test_recipes_stay_as_they_are_written_but_for_expressions(

@@ -1,5 +1,6 @@
 """The door for projects of others: what it takes, names and refuses, without a run."""
 
+import shutil
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from mergepipe_pipeline.dagster import (
 from mergepipe_pipeline.deploy.instance import identity_of
 from mergepipe_pipeline.errors import MergePipeError, RecipeError
 from mergepipe_pipeline.resources import WAREHOUSE_TAG
+from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.warehouse import Warehouse
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
@@ -38,7 +40,7 @@ def all_parts(home: Path, prefix: str | tuple[str, ...] = ()) -> dg.Definitions:
         build_recipe_defs({"d": ONE}, home=home, key_prefix=prefix, experts={"math": "train"}),
         build_window_defs(home / "runs" / "sft", home=home, key_prefix=prefix),
         build_search_defs({"s": SEARCH}, home=home, key_prefix=prefix),
-        build_housekeeping(home=home, key_prefix=prefix),
+        build_housekeeping(home=home, key_prefix=prefix, reload=True),
     )
 
 
@@ -92,6 +94,42 @@ def test_a_sensor_tells_of_the_recipes_that_it_was_built_for_alone(
         assert {line.partition(":")[0] for line in said} == recipes
 
 
+def test_calls_with_several_recipes_are_told_apart_by_a_name_that_no_recipe_can_take(
+    home: Warehouse,
+) -> None:
+    parts = [
+        build_recipe_defs({"a": ONE, "b": ONE}, home=home.root),
+        build_recipe_defs({"c": ONE, "d": ONE}, home=home.root, name="x"),
+        build_recipe_defs({"x": ONE}, home=home.root),
+    ]
+    defs = dg.Definitions.merge(*parts)
+    dg.Definitions.validate_loadable(defs)
+    assert {sensor.name for sensor in defs.get_repository_def().sensor_defs} == {
+        "mergepipe_recipe_sensor",
+        "mergepipe_recipe_sensor_x",
+        "mergepipe_x_recipe_sensor",
+    }
+
+
+def test_what_a_tick_and_a_job_say_names_jobs_and_sensors_as_they_are_here(
+    home: Warehouse, family: Path, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "spreading", lambda: lambda: True)
+    shutil.copytree(family / "expert_00", home.inbox / "math")
+    index_arrival(home, "math")
+    texts = {"a": ONE + "trigger: manual\n"}
+    repository = build_recipe_defs(texts, home=home.root, key_prefix="team").get_repository_def()
+    with dg.build_sensor_context(
+        instance=instance,
+        repository_def=repository,
+        resources=repository.get_top_level_resources(),
+    ) as context:
+        found: Any = repository.get_sensor_def("team_a_recipe_sensor")(context)
+    assert "Next: run the job team_merge_a, or wait" in found.skip_reason.skip_message
+    job = repository.get_job("team_merge_a")
+    assert " team_a_recipe_sensor starts it" in (job.description or "")
+
+
 def test_two_warehouses_and_a_location_of_our_own_load_together(
     home: Warehouse, tmp_path: Path
 ) -> None:
@@ -99,16 +137,12 @@ def test_two_warehouses_and_a_location_of_our_own_load_together(
     dg.Definitions.validate_loadable(dg.Definitions.merge(*two, all_parts(home.root)))
 
 
-def test_recipes_are_written_where_they_differ_and_files_beside_them_are_linked(
-    home: Warehouse, tmp_path: Path
-) -> None:
+def test_recipes_are_written_where_they_differ(home: Warehouse, tmp_path: Path) -> None:
     folder = tmp_path / "recipes"
     folder.mkdir()
     (folder / "a.yaml").write_text(ONE)
-    (folder / "eval.py").touch()
     build_recipe_defs(folder, home=home.root)
     first = home.recipe_path("a").stat()
-    assert (home.recipes / "eval.py").resolve() == folder / "eval.py"
     build_recipe_defs(folder, home=home.root)
     assert home.recipe_path("a").stat().st_ino == first.st_ino
     (folder / "a.yaml").write_text(ONE + "dtype: bfloat16\n")

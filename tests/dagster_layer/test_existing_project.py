@@ -24,10 +24,12 @@ from mergepipe_pipeline.dagster import (
 )
 from mergepipe_pipeline.deploy.instance import identity_of
 from mergepipe_pipeline.resources import WAREHOUSE_TAG, Engine
+from mergepipe_pipeline.sensors import failures
 from mergepipe_pipeline.verbs.deploy import current_plan, last_release
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.verbs.search import front, search_of
 from mergepipe_pipeline.warehouse import Warehouse
+from tests.dagster_layer.test_failure_sensor import webhook
 from tests.search.world import EVALUATOR, SEARCH, World
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
@@ -208,6 +210,71 @@ def test_two_warehouses_stand_in_one_location_and_each_sensor_asks_for_its_own(
         run = instance.get_run_by_id(event.run_id)
         assert run is not None
         assert run.tags[WAREHOUSE_TAG] == identity_of(warehouse)
+
+
+def told(project: Project, sensor: str) -> list[str]:
+    """What a failure sensor tells of all runs that failed, to a webhook."""
+    repository = project.defs.get_repository_def()
+    with pytest.MonkeyPatch.context() as patch, webhook() as (url, posted):
+        patch.setattr(failures, "_URL", url)
+        for run in project.instance.get_runs(dg.RunsFilter(statuses=[Status.FAILURE])):
+            (end,) = project.instance.all_logs(
+                run.run_id, of_type=dg.DagsterEventType.PIPELINE_FAILURE
+            )
+            assert end.dagster_event is not None
+            context = dg.build_run_status_sensor_context(
+                sensor,
+                end.dagster_event,
+                project.instance,
+                run,
+                resources=repository.get_top_level_resources(),
+            )
+            with context.for_run_failure() as failure:
+                repository.get_sensor_def(sensor)(failure)
+        return sorted(said["text"] for said in posted)
+
+
+@pytest.mark.parametrize("only_own", [True, False])
+def test_failure_sensors_of_two_warehouses_tell_their_own_failures_alone(
+    home: Warehouse, tmp_path: Path, family: Path, instance: dg.DagsterInstance, only_own: bool
+) -> None:
+    homes = {"one": home, "two": Warehouse.at(tmp_path / "second").ensure()}
+    parts = list[dg.Definitions]()
+    for prefix, warehouse in homes.items():
+
+        @dg.asset(
+            key=[prefix, "broken"],
+            required_resource_keys={f"{prefix}_mergepipe"},
+            partitions_def=dg.StaticPartitionsDefinition(["monday"]),
+        )
+        def broken() -> None:
+            raise ValueError("a training breaks")
+
+        for name, expert in (("math", "expert_00"), ("code", "expert_01")):
+            shutil.copytree(family / expert, warehouse.inbox / name)
+        failing = RECIPE + "evaluate: {command: [sh, -c, exit 1], retries: 0}\n"
+        parts += [
+            dg.Definitions([broken]),
+            build_inbox_defs(home=warehouse.root, key_prefix=prefix),
+            build_recipe_defs({prefix: failing}, home=warehouse.root, key_prefix=prefix),
+            build_housekeeping(home=warehouse.root, key_prefix=prefix, only_own=only_own),
+        ]
+    project = Project(instance, *parts)
+    for prefix in homes:
+        all_done(project.tick(f"{prefix}_inbox_sensor"))
+        (merged,) = project.tick(f"{prefix}_{prefix}_recipe_sensor")
+        assert not merged.success
+        trained = project.defs.resolve_implicit_global_asset_job_def().execute_in_process(
+            instance=instance,
+            asset_selection=[dg.AssetKey([prefix, "broken"])],
+            partition_key="monday",
+            raise_on_error=False,
+        )
+        assert not trained.success
+    for prefix in homes:
+        said = [text.partition(": ")[0] for text in told(project, f"{prefix}_failure_sensor")]
+        # A training is told by its job, not as the index of an expert of its partition's name.
+        assert said == [f"Recipe {prefix} failed", *([] if only_own else ["__ASSET_JOB failed"])]
 
 
 class Ours(MergePipeTranslator):

@@ -191,7 +191,10 @@ def test_a_warehouse_whose_disk_is_gone_keeps_its_schedules_and_a_night_that_is_
     text = sum_of("base", "expert_00") + "trigger: nightly\nschedule: '0 3 * * *'\n"
     home.recipe_path("n").write_text(text)
     nightly = build_definitions(home).get_repository_def().get_schedule_def("nightly_merge_n")
-    reloading, resources = build_reload_sensor("n"), {"mergepipe": MergePipe(home=str(home.root))}
+    reloading, resources = (
+        build_reload_sensor(lambda _: True),
+        {"mergepipe": MergePipe(home=str(home.root))},
+    )
     home.root.rename(home.root.with_name("aside"))
     gone = pytest.raises(MergePipeError, match="mount its disk again")
     # Without recipes there would be no schedules, and Dagster forgets what these asked for.
