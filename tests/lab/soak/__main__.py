@@ -22,7 +22,7 @@ from tests.lab.soak.deployment import APART, DAEMON, DEV, ROOT, WORKSPACE, Deplo
 from tests.lab.soak.events import FIRST, ROUNDS, SHORT, Event, Scene
 from tests.lab.soak.figures import Figures
 from tests.lab.soak.judge import Judge, Row
-from tests.lab.soak.projects import make_projects
+from tests.lab.soak.projects import SETTINGS, make_projects
 from tests.lab.soak.watch import Watch
 from tests.lab.soak.world import World
 
@@ -109,6 +109,7 @@ def _scenes(folder: Path, given: argparse.Namespace) -> tuple[Deployment, list[S
     # The warehouse that the environment names is nobody's, and stays empty.
     workspace, guests = make_projects(folder, lambda location: deployment.reload(location))
     deployment = _deployment(home, log, given, workspace)
+    (deployment.dagster_home / "dagster.yaml").write_text(SETTINGS)
     scenes = [
         Scene(
             World(g.home, made / g.home.root.name, given.seed + i, g.put, g.beside),

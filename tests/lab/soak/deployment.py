@@ -121,11 +121,15 @@ class Deployment:
         self._environment = self._plain
 
     def kill(self, *roles: str) -> None:
-        """`kill -9` of every process of these roles, of all of them without one."""
-        for pid, role in self.processes():
-            if not roles or role in roles:
+        """`kill -9` of every process of these roles, of all without one, until none is left.
+
+        One may start another while it is killed.
+        """
+        while found := [pid for pid, role in self.processes() if not roles or role in roles]:
+            for pid in found:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+            time.sleep(0.1)
 
     def kill_process(self, pid_of: Callable[[], int | None], wait_s: float = 20.0) -> None:
         """`kill -9` of one process of ours, once its id is known."""
@@ -149,9 +153,7 @@ class Deployment:
         end = time.monotonic() + wait_s
         while list(self.processes()) and time.monotonic() < end:
             time.sleep(0.2)
-        while list(self.processes()):
-            self.kill()
-            time.sleep(0.2)
+        self.kill()
 
     def processes(self) -> Iterator[tuple[int, str]]:
         """Id and role of each living process."""

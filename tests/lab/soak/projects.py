@@ -23,6 +23,10 @@ _EXECUTOR = """import dagster as dg
 def executor() -> dg.Definitions:
     return dg.Definitions(executor=dg.in_process_executor)
 """
+#: An instance of somebody who has set nothing for merges.
+SETTINGS = """telemetry: {enabled: false}
+concurrency: {runs: {max_concurrent_runs: 4}}
+"""
 _HOUSEKEEPING = """import dagster as dg
 from mergepipe_pipeline.dagster import build_housekeeping
 

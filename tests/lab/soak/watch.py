@@ -146,7 +146,9 @@ class Watch:
 
     def crowded_pools(self, since: float) -> dict[str, int]:
         """Pool to how many of its runs were under way at once, where these are too many."""
-        most = self.instance.global_op_concurrency_default_limit or 0
+        most = self.instance.global_op_concurrency_default_limit
+        if most is None:
+            return {}
         return {p: n for p, n in most_at_once(self.instance, since).items() if n > most}
 
     def release_long_ago(self, recipe: str, hours: float) -> None:
