@@ -68,6 +68,8 @@ def build_orphans_sensor(place: Place = ALONE) -> dg.SensorDefinition:
     def orphans_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SkipReason:
         """Ends those, and every one that whoever made it did not live to put into the queue."""
         begun = [Status.NOT_STARTED, Status.STARTED, Status.CANCELING]
+        if place.is_guest:
+            begun.append(Status.STARTING)  # its instance may have no monitoring that ends these
         runs = Ours.of(context, mergepipe, place).runs(begun)
         orphans = [run for run in runs if is_orphan(mergepipe, context.instance, run, place)]
         for run in orphans:

@@ -12,7 +12,12 @@ from dagster._core.events import EngineEventData
 from mergepipe_pipeline.assets.place import Place
 from mergepipe_pipeline.deploy.instance import identity_of
 from mergepipe_pipeline.resources import MergePipe
-from mergepipe_pipeline.sensors.housekeeping import GUEST_SILENCE_S, SILENCE_S, is_orphan
+from mergepipe_pipeline.sensors.housekeeping import (
+    GUEST_SILENCE_S,
+    SILENCE_S,
+    build_orphans_sensor,
+    is_orphan,
+)
 from mergepipe_pipeline.warehouse import Warehouse
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
@@ -22,11 +27,15 @@ _NO_QUEUE = {
 
 
 def run_of(
-    instance: dg.DagsterInstance, silent_s: float, pid: int | None, status: Status = Status.STARTED
+    instance: dg.DagsterInstance,
+    silent_s: float,
+    pid: int | None,
+    status: Status = Status.STARTED,
+    tags: dict[str, str] | None = None,
 ) -> dg.DagsterRun:
     """A run that has been silent for so long, of a process if one was started for it."""
     then = datetime.now(UTC) - timedelta(seconds=silent_s)
-    run = dg.DagsterRun("merge", status=status)
+    run = dg.DagsterRun("merge", status=status, tags=tags)
     instance.run_storage.add_historical_run(run, then)
     if pid is not None:
         event = dg.DagsterEvent(
@@ -66,3 +75,20 @@ def test_a_guests_run_is_dead_once_its_process_is_gone_where_the_daemon_starts_a
             home.leases_dir / f"run-{(run := run_of(instance, soon, worker.pid)).run_id}-x.json"
         ).touch()
         assert is_orphan(mergepipe, instance, run, place) is queue
+
+
+def test_a_guests_run_that_was_just_starting_when_all_was_killed_ends(
+    home: Warehouse, tmp_path: Path
+) -> None:
+    mergepipe = MergePipe(home=str(home.root))
+    with subprocess.Popen(["true"]) as gone:
+        gone.wait()
+    with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
+        starting = [
+            run_of(instance, 2 * SILENCE_S, pid, Status.STARTING, mergepipe.tags)
+            for pid in (gone.pid, None)
+        ]
+        with dg.build_sensor_context(instance, resources={"mergepipe": mergepipe}) as tick:
+            build_orphans_sensor(Place(identity=identity_of(home)))(tick)
+        left = [instance.get_run_by_id(run.run_id) for run in starting]
+        assert [run.status for run in left if run] == [Status.FAILURE, Status.STARTING]
