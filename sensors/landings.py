@@ -59,7 +59,7 @@ def build_landing_sensor(
             try:
                 made = last_made(context.instance, maker)
                 if made is None or made.partition != maker.partition:
-                    said = _unmade(context, maker)
+                    said = _unmade(context, maker, is_of_part=made is not None)
                 else:
                     said = _request_or_reason(ours, mergepipe, name, made, job.name)
             except (MergePipeError, OSError) as error:  # it is this expert's alone
@@ -86,14 +86,14 @@ def _request_or_reason(
     return request_or_reason_to_wait(ours, key, tags, mergepipe.retry_s, job_name=job)
 
 
-def _unmade(context: dg.SensorEvaluationContext, maker: Maker) -> str:
-    """Why a maker told of no checkpoint, as far as its code location is this one."""
+def _unmade(context: dg.SensorEvaluationContext, maker: Maker, *, is_of_part: bool) -> str:
+    """Why a maker told of no checkpoint of ours; of other code locations, as far as events say."""
     shown, repository = maker.key.to_user_string(), context.repository_def
+    if is_of_part:
+        return f"{shown} has partitions; next: write which one makes this expert"
     if repository is not None and repository.asset_graph.has(maker.key):
         parts = repository.asset_graph.get(maker.key).partitions_def
-        if parts and maker.partition is None:
-            return f"{shown} has partitions; next: write which one makes this"
         with dg.partition_loading_context(dynamic_partitions_store=context.instance):
-            if maker.partition and not (parts and parts.has_partition_key(maker.partition)):
+            if maker.partition and parts and not parts.has_partition_key(maker.partition):
                 return f"{shown} has no partition {maker.partition!r}"
     return f"no materialisation of {shown} says by `{CHECKPOINT}` where a checkpoint lies"
