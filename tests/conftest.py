@@ -83,6 +83,7 @@ LONG = (
     "dagster_layer/test_searches.py",
     "dagster_layer/test_selectors.py",
     "dagster_layer/test_testing.py",
+    "dagster_layer/test_trained_project.py",
     "dagster_layer/test_turns.py",
     "deploy/test_arrivals.py",
     "docs/test_examples.py",
