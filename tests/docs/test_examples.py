@@ -91,3 +91,6 @@ def test_the_project_of_its_page_is_clean_and_releases_what_it_trains(
         return mergepipe(line)
 
     run_page(DOCS / "existing-project.md", checked_and_run)
+    (test,) = (b.text for b in blocks(DOCS / "existing-project.md") if b.title.startswith("tests/"))
+    assert len(test.split("\n\n\n")[1].splitlines()) <= 10
+    runpy.run_path("tests/test_both.py")["test_the_gate_keeps_a_bad_merge_back"](Path("tested"))
