@@ -22,6 +22,8 @@ from mergepipe_pipeline.warehouse import Warehouse
 #: The key of the asset whose partitions are the experts, in a code location of our own.
 EXPERT_INDEX = ALONE.key("", "expert_index")
 
+#: The pool of runs that index.
+DISK = "disk_read"
 #: The tag of a run that names the experts it indexes, with commas between them.
 EXPERTS_TAG = "mergepipe/experts"
 
@@ -68,7 +70,7 @@ def build_expert_index(
         group_name=place.group_of("catalog"),
         kinds={"python", "parquet"},
         owners=owners(),
-        pool="disk_read",
+        pool=DISK,
         output_required=False,  # each partition has an event of its own
     )
     @place.bound
@@ -155,7 +157,7 @@ def build_burst(shards: int, place: Place = ALONE) -> dg.JobDefinition:
     """The job that indexes many experts, in so many steps that share them."""
     key = index_key(place)
 
-    @dg.op(name=place.name("index_some"), pool="disk_read")
+    @dg.op(name=place.name("index_some"), pool=DISK)
     @place.bound
     def index_some(context: dg.OpExecutionContext, config: Burst, mergepipe: MergePipe) -> None:
         """Index several checkpoints in one process; each is a partition of `expert_index`."""

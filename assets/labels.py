@@ -51,18 +51,21 @@ def asset_of(
     place: Place,
     after: Sequence[str | dg.AssetDep] = (),
     pool: str | None = None,
+    is_heavy: bool = False,
     partitions: dg.PartitionsDefinition[str] | None = None,
 ) -> Callable[[Callable[..., Any]], dg.AssetsDefinition]:
     """An asset of a recipe or search from a function, whose name it has, and whose errors it tells.
 
-    It follows what `after` names: others of the same recipe or search, or any.
+    It follows what `after` names: others of the same recipe or search, or any. One that is heavy
+    runs as the place's `running` says.
     """
 
     def decorate(work: Callable[..., Any]) -> dg.AssetsDefinition:
         asset = dg.asset(
             key=place.key(file.name, work.__name__),
             deps=[dg.AssetDep(place.key(file.name, x)) if isinstance(x, str) else x for x in after],
-            pool=pool,
+            pool=place.running.pool if is_heavy else pool,
+            op_tags=place.running.op_tags if is_heavy else None,
             partitions_def=partitions,
             **labels(file, *kinds, place=place),
         )

@@ -30,6 +30,7 @@ from mergepipe_pipeline.assets.metadata import (
 )
 from mergepipe_pipeline.assets.place import ALONE, Place
 from mergepipe_pipeline.deploy.instance import own_name
+from mergepipe_pipeline.deploy.messages import ShardTask
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.deploy.shards import merged_layers, shard_of
 from mergepipe_pipeline.digest import digest_json
@@ -40,7 +41,6 @@ from mergepipe_pipeline.resources import Engine, MergePipe
 from mergepipe_pipeline.verbs.deploy import (
     current_plan,
     merge_recipe,
-    merge_shard,
     refuse_other_budget,
 )
 
@@ -123,7 +123,8 @@ def _shard(file: RecipeFile, shards: int, place: Place) -> dg.OpDefinition:
         name=place.name(f"{file.identifier}__shard"),
         ins={"plan": dg.In(dg.Nothing)},
         out=dg.Out(dg.Nothing),
-        pool="disk_write",
+        pool=place.running.pool,
+        tags=place.running.op_tags,
     )
     @place.bound
     @as_failure
@@ -135,10 +136,14 @@ def _shard(file: RecipeFile, shards: int, place: Place) -> dg.OpDefinition:
         plan, chosen = _asked(file, mergepipe, engine, config)
         key = _shown(context.instance, file, plan, place)
         part = shard_of(plan, config.number, config.shards or shards, list(chosen))
-        done = []
-        for one in merge_shard(mergepipe.warehouse, file.name, plan, part, engine.options):
+        task = ShardTask(file.name, plan.plan_id, part, engine.options)
+        done = list[LayerOutcome]()
+
+        def tell(one: LayerOutcome) -> None:
             done.append(one)
             context.log_event(_reported(key, plan, chosen[one.name], one))
+
+        place.running.merge(context, mergepipe.warehouse, task, tell)
         records = merged_layers(mergepipe.warehouse, file.name, plan)
         held = max((r.held_nbytes for r in records if r.shard == part.number), default=0)
         metadata = shard_metadata(part, done, held, time.monotonic() - started)
@@ -152,7 +157,8 @@ def _gather(file: RecipeFile, place: Place) -> dg.OpDefinition:
         name=place.name(f"{file.identifier}__gather"),
         ins={"shards": dg.In(dg.Nothing)},
         out=dg.Out(dg.Nothing),
-        pool="disk_write",
+        pool=place.running.pool,
+        tags=place.running.op_tags,
     )
     @place.bound
     @as_failure

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import dagster as dg
 
+from mergepipe_pipeline.assets.running import Running
 from mergepipe_pipeline.deploy.recipe_files import identifier_of
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.resources import WAREHOUSE_TAG
@@ -51,7 +52,7 @@ class Place:
 
     A guest among definitions of others has names that begin with its `prefix`, or with mergepipe.
     `identity` is its warehouse's, `makers` are what makes experts, by name. `only_own`:
-    runs are ours in which nothing of others can be.
+    runs are ours in which nothing of others can be. `running`: where and how steps of recipes run.
     """
 
     prefix: tuple[str, ...] = ()
@@ -60,6 +61,7 @@ class Place:
     identity: str | None = None
     makers: Mapping[str, Maker] = field(default_factory=dict, compare=False)
     only_own: bool = False
+    running: Running = field(default=Running(), compare=False)
     _made: dict[dg.AssetKey, tuple[str, str]] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )

@@ -132,7 +132,7 @@ def _plan(file: RecipeFile, place: Place) -> dg.AssetsDefinition:
         "json",
         place=place,
         after=["conflicts", *experts_used(file, place)],
-        pool="disk_write" if len(file.stages) > 1 else None,
+        is_heavy=len(file.stages) > 1,
     )
     def plan(mergepipe: MergePipe, engine: Engine) -> dg.MaterializeResult[None]:
         """Decides what is read of which expert under the budget, and bounds what that loses.
@@ -179,7 +179,7 @@ def _within_budget(file: RecipeFile, place: Place) -> dg.AssetChecksDefinition:
 
 def _snapshot(file: RecipeFile, place: Place) -> dg.AssetsDefinition:
     @asset_of(
-        file, "huggingface", "safetensors", place=place, after=["plan", "merge"], pool="disk_write"
+        file, "huggingface", "safetensors", place=place, after=["plan", "merge"], is_heavy=True
     )
     def snapshot(mergepipe: MergePipe, engine: Engine) -> dg.MaterializeResult[None]:
         """Makes the merged model: a folder that transformers loads, and that never changes.
@@ -388,7 +388,7 @@ def build_bisect(file: RecipeFile, place: Place = ALONE) -> list[dg.AssetsDefini
     if not is_traced(file):
         return []
 
-    @asset_of(file, "python", place=place, after=["evaluation"], pool="disk_write")
+    @asset_of(file, "python", place=place, after=["evaluation"], is_heavy=True)
     def bisect(
         context: dg.AssetExecutionContext, mergepipe: MergePipe, engine: Engine
     ) -> dg.MaterializeResult[None]:
@@ -417,6 +417,7 @@ def build_bisect_job(file: RecipeFile, place: Place = ALONE) -> Any | None:
         selection=dg.AssetSelection.assets(place.key(file.name, "bisect")),
         description=f"Finds the expert that made {file.name} fail its gate, and quarantines it.",
         tags={"mergepipe/recipe": file.name, **place.tags},
+        executor_def=place.running.executor,
     )
 
 

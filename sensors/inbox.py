@@ -11,7 +11,7 @@ from dagster._core.definitions.asset_checks.asset_check_evaluation import (
     AssetCheckEvaluationTargetMaterializationData as Target,
 )
 
-from mergepipe_pipeline.assets.experts import EXPERTS_TAG, USABLE, build_burst, index_key
+from mergepipe_pipeline.assets.experts import DISK, EXPERTS_TAG, USABLE, build_burst, index_key
 from mergepipe_pipeline.assets.metadata import description
 from mergepipe_pipeline.assets.place import ALONE, Place
 from mergepipe_pipeline.deploy.arrivals import ask
@@ -26,7 +26,7 @@ from mergepipe_pipeline.sensors.ticks import (
     MAX_LINES,
     SOON_S,
     Ours,
-    make_pools_known,
+    make_pool_known,
     refuse_empty,
     standing_sensor,
 )
@@ -103,7 +103,7 @@ def _tick(
     if not landed and not gone:
         said = first_steps(warehouse) or said
     if ready:  # else Dagster shows it as the reason of the tick
-        make_pools_known(instance)
+        make_pool_known(instance, DISK)
         context.log.info(said)
     return dg.SensorResult(
         run_requests=[_request(warehouse, part, ours) for part in _parts(ready)],

@@ -16,7 +16,7 @@ from mergepipe_pipeline.sensors.ticks import (
     SOON_S,
     Ours,
     asked,
-    make_pools_known,
+    make_pool_known,
     request_or_reason_to_wait,
     separated,
     standing_sensor,
@@ -51,7 +51,7 @@ def build_landing_sensor(
         """Requests the landing of every checkpoint that was made and has not landed."""
         ours = Ours.of(context, mergepipe, place)
         requests, lines = list[dg.RunRequest](), list[str]()
-        make_pools_known(context.instance)
+        make_pool_known(context.instance, "disk_write")
         if not is_known():
             return dg.SensorResult(skip_reason=dg.SkipReason(LOADING))
         for name, maker in makers.items():

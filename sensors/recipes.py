@@ -33,7 +33,7 @@ from mergepipe_pipeline.sensors.ticks import (
     Ours,
     asked,
     failed_attempts,
-    make_pools_known,
+    make_pool_known,
     recipes_under_way,
     refuse_empty,
     request,
@@ -181,7 +181,7 @@ def build_recipe_sensor(
         """
         instance, ours = context.instance, Ours.of(context, mergepipe, place)
         busy = recipes_under_way(ours)
-        make_pools_known(instance)
+        make_pool_known(instance, place.running.pool)
         found = recipe_files(mergepipe.warehouse)
         files = [_named(f, place) for f in found if names is None or f.name in names]
         requests, states = _look(mergepipe, ours, busy, unready, files)
@@ -359,7 +359,7 @@ def build_bisect_sensor(
     )
     def bisect_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SensorResult:
         """Requests the bisection of every refusal that has no result yet."""
-        make_pools_known(context.instance)
+        make_pool_known(context.instance, place.running.pool)
         if not is_known():
             return dg.SensorResult(skip_reason=dg.SkipReason(LOADING))
         ours = Ours.of(context, mergepipe, place)

@@ -74,8 +74,6 @@ MAX_LINES = 20
 LOADING = "its definitions are being loaded"
 #: Places in the queue, the highest first. Merges, single arrivals and what a person starts have 0.
 BURST_PRIORITY, NIGHTLY_PRIORITY = "-1", "-2"
-#: The pools of our assets and jobs.
-POOLS = ("disk_read", "disk_write")
 
 
 @dataclass(frozen=True)
@@ -388,8 +386,8 @@ def _known(ours: Ours) -> int:
     return known
 
 
-def make_pools_known(instance: dg.DagsterInstance) -> None:
-    """Give each pool the default limit of `dagster.yaml` if it has none yet.
+def make_pool_known(instance: dg.DagsterInstance, pool: str) -> None:
+    """Give a pool the default limit of `dagster.yaml` if it has none yet.
 
     Dagster does so when a run that needs the pool waits in the queue, but only after it has listed
     the pools that it obeys in that look: a burst that is the first of an instance would start as
@@ -398,10 +396,8 @@ def make_pools_known(instance: dg.DagsterInstance) -> None:
     storage = instance.event_log_storage
     if instance.global_op_concurrency_default_limit is None:
         return
-    known = {limit.name for limit in storage.get_pool_limits()}
-    for pool in POOLS:
-        if pool not in known:
-            storage.initialize_concurrency_limit_to_default(pool)
+    if pool not in {limit.name for limit in storage.get_pool_limits()}:
+        storage.initialize_concurrency_limit_to_default(pool)
 
 
 def limit_pool(instance: dg.DagsterInstance, pool: str, most: int) -> None:

@@ -72,6 +72,7 @@ LONG = (
     "dagster_layer/test_outages.py",
     "dagster_layer/test_outside.py",
     "dagster_layer/test_packing.py",
+    "dagster_layer/test_pipes.py",
     "dagster_layer/test_postgres.py",
     "dagster_layer/test_ray.py",
     "dagster_layer/test_recipe_kinds.py",

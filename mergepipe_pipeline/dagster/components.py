@@ -15,6 +15,7 @@ from dagster.components import ComponentTypeSpec, scaffold_component
 from dagster.components.utils.translation import TranslationFn, TranslationFnResolver
 
 from mergepipe_pipeline.assets.place import MergePipeProps, MergePipeTranslator
+from mergepipe_pipeline.assets.running import RunOptions
 from mergepipe_pipeline.dagster.door import (
     Automation,
     Made,
@@ -116,9 +117,6 @@ _Experts = Annotated[
         "`mergepipe/checkpoint` lands.",
         examples=[{"math": "training/math", "code": {"asset": "training", "partition": "code"}}],
     ),
-]
-_Shards = Annotated[
-    int | None, dg.Resolver.default(description="How many steps share a merge; MERGEPIPE_SHARDS.")
 ]
 
 
@@ -226,6 +224,44 @@ class HousekeepingComponent(_OfWarehouse):
         return build_housekeeping(only_own=self.only_own, reload=self.reload, **self._place())
 
 
+@dataclass(kw_only=True)
+class _OfRecipes(_OfWarehouse, ABC):
+    shards: Annotated[
+        int | None,
+        dg.Resolver.default(description="How many steps share a merge; MERGEPIPE_SHARDS."),
+    ] = None
+    executor: dg.Injected[dg.ExecutorDefinition] | None = None
+    pool: Annotated[
+        str, dg.Resolver.default(description="The pool of steps that merge or write a model.")
+    ] = "disk_write"
+    op_tags: Annotated[
+        Mapping[str, Any],
+        dg.Resolver.default(
+            description="Their tags.",
+            examples=[
+                {"dagster-k8s/config": {"container_config": {"resources": {"limits": {"cpu": 4}}}}}
+            ],
+        ),
+    ] = field(default_factory=dict)
+    pipes: dg.Injected[dg.PipesClient] | None = None
+    pipes_args: Annotated[
+        Mapping[str, Any],
+        dg.Resolver.default(
+            description="What its `run` is given for each shard.",
+            examples=[{"image": "ours/merge:1", "namespace": "merging"}],
+        ),
+    ] = field(default_factory=dict)
+
+    def _running(self) -> RunOptions:
+        return {
+            "executor": self.executor,
+            "pool": self.pool,
+            "op_tags": self.op_tags,
+            "pipes": self.pipes,
+            "pipes_args": self.pipes_args,
+        }
+
+
 _RECIPE = {
     "merge_method": "linear",
     "models": [
@@ -238,7 +274,7 @@ _RECIPE = {
 
 @dg.scaffold_with(_written_as(lambda name: {"recipes": {name: _RECIPE}}))
 @dataclass(kw_only=True)
-class MergeRecipeComponent(_OfWarehouse):
+class MergeRecipeComponent(_OfRecipes):
     """Merges experts by recipes, again when one of them changes, and releases what passes.
 
     Each recipe gets a chain of assets from `plan` to `release`, a job, its schedule and a sensor.
@@ -264,7 +300,6 @@ class MergeRecipeComponent(_OfWarehouse):
 
     recipes: Annotated[Source, _files("Recipes", {"both": _RECIPE})]
     experts: _Experts = field(default_factory=dict)
-    shards: _Shards = None
     automation: Annotated[
         Automation,
         dg.Resolver.default(description="What starts a recipe: a sensor, or a condition of it."),
@@ -279,6 +314,7 @@ class MergeRecipeComponent(_OfWarehouse):
             automation=self.automation,
             **_where(context),
             **self._place(),
+            **self._running(),
         )
 
 
@@ -286,7 +322,7 @@ class MergeRecipeComponent(_OfWarehouse):
     _written_as(lambda name: {"run": "{{ context.project_root }}/runs/" + name, "name": name})
 )
 @dataclass(kw_only=True)
-class WindowComponent(_OfWarehouse):
+class WindowComponent(_OfRecipes):
     """Merges the last checkpoints of a training run, anew as they are saved.
 
     The run may begin later.
@@ -333,7 +369,6 @@ class WindowComponent(_OfWarehouse):
     training: Annotated[
         dg.ResolvedAssetKey | None, dg.Resolver.default(description="The asset that trains.")
     ] = None
-    shards: _Shards = None
 
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
         """The definitions of `build_window_defs`."""
@@ -349,6 +384,7 @@ class WindowComponent(_OfWarehouse):
             shards=self.shards,
             relative_to=context.path,
             **self._place(),
+            **self._running(),
         )
 
 

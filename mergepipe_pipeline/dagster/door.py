@@ -9,12 +9,13 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Unpack, get_args
 
 import dagster as dg
 import yaml
 
-from mergepipe_pipeline.assets.place import Maker, MergePipeTranslator, Place
+from mergepipe_pipeline.assets.place import ALONE, Maker, MergePipeTranslator, Place
+from mergepipe_pipeline.assets.running import Running, RunOptions
 from mergepipe_pipeline.dagster.parts import (
     of_housekeeping,
     of_inbox,
@@ -70,6 +71,7 @@ def build_recipe_defs(
     automation: Automation = "sensor",
     name: str = "",
     relative_to: str | Path | None = None,
+    **running: Unpack[RunOptions],
 ) -> dg.Definitions:
     """The chain, job, schedule and sensor of each recipe of a file, a folder, or texts by name.
 
@@ -78,16 +80,20 @@ def build_recipe_defs(
     lands; `shards` steps share a merge. With `automation="condition"` a plan has the condition
     `recipe_wants`, by which the sensor starts the chain's assets. `name` tells the sensors of calls
     with several recipes apart. Paths of evaluators in texts start from `relative_to`, those in
-    files from where the file is. Raises RecipeError where there is no recipe, or none that uses
-    such an expert, and for a recipe of the warehouse of the same name.
+    files from where the file is. `running` says where and how the heavy steps run: `executor`,
+    `pool`, `op_tags`, `pipes` and `pipes_args` of `Running`.
+
+    Raises RecipeError where there is no recipe, or none that uses such an expert, and for a recipe
+    of the warehouse of the same name; MergePipeError for what cannot start a step.
     """
-    warehouse, place = _placed(home, key_prefix, group_name, translator, experts)
+    how = Running(**running)
+    warehouse, place = _placed(home, key_prefix, group_name, translator, experts, running=how)
     names = written(recipes, warehouse.recipes, place.prefix, relative_to)
     found = (file for file in recipe_files(warehouse) if file.name in names)
     files = [_foreseen(warehouse, file) for file in found]
     _refuse_unused(place.makers, files)
     of = _sensor_name(recipes, names, name)
-    by_condition, is_known = _is_condition(automation), spreading()
+    by_condition, is_known = _is_condition(automation, how), spreading()
     steps = shards or SHARDS.value()
     made = of_recipes(files, steps, is_known, place, of, by_condition=by_condition)
     return _with_resources(warehouse, place, made, of_landings(files, is_known, place, of))
@@ -109,11 +115,12 @@ def build_window_defs(
     training: Asset | None = None,
     shards: int | None = None,
     relative_to: str | Path | None = None,
+    **running: Unpack[RunOptions],
 ) -> dg.Definitions:
     """The recipe `name` of the last checkpoints of a training run, merged anew as they are saved.
 
     A link to the run's folder, which may come later, lies in the inbox. `recipe` has other keys, as
-    `gate`; the plan follows the asset `training`.
+    `gate`; the plan follows the asset `training`. `running`: as of `build_recipe_defs`.
     """
     folder = Path(run).resolve()
     weights = {"schedule": schedule, **({} if decay is None else {"decay": decay})}
@@ -130,6 +137,7 @@ def build_window_defs(
         experts=None if training is None else {folder.name: training},
         shards=shards,
         relative_to=relative_to,
+        **running,
     )
 
 
@@ -198,12 +206,13 @@ def _placed(
     experts: Mapping[str, Made] | None = None,
     *,
     only_own: bool = False,
+    running: Running = ALONE.running,
 ) -> tuple[Warehouse, Place]:
     warehouse = Warehouse.at(home).ensure()
     prefix = (key_prefix,) if isinstance(key_prefix, str) else tuple(key_prefix)
     makers = {name: _maker(name, asset) for name, asset in (experts or {}).items()}
     identity = identity_of(warehouse)
-    return warehouse, Place(prefix, group_name, translator, identity, makers, only_own)
+    return warehouse, Place(prefix, group_name, translator, identity, makers, only_own, running)
 
 
 def _maker(name: str, made: Made) -> Maker:
@@ -258,8 +267,11 @@ def _link_run(folder: Path, link: Path) -> None:
         )
 
 
-def _is_condition(automation: str) -> bool:
-    """Whether conditions start recipes. Raises MergePipeError for what is no `Automation`."""
+def _is_condition(automation: str, running: Running) -> bool:
+    """Whether conditions start recipes.
+
+    Raises MergePipeError for what is no `Automation`, and for an executor that none would use.
+    """
     known = get_args(Automation)
     if automation not in known:
         raise MergePipeError(
@@ -269,7 +281,16 @@ def _is_condition(automation: str) -> bool:
             found=automation,
             next_step="write one of them, or leave it out",
         )
-    return automation == "condition"
+    is_condition = automation == "condition"
+    if is_condition and running.executor is not None:
+        raise MergePipeError(
+            "Runs that conditions start have the executor of the project",
+            where="build_recipe_defs, executor",
+            expected="none, or no `automation`: an executor is that of a recipe's jobs",
+            found=running.executor.name,
+            next_step="leave one of them out",
+        )
+    return is_condition
 
 
 def _refuse_unused(makers: Mapping[str, Maker], files: Sequence[RecipeFile]) -> None:

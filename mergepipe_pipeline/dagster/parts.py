@@ -142,6 +142,7 @@ def _job(
             f"Layers that are known are reused; {sensor} starts it when an input changed."
         ),
         tags={"mergepipe/recipe": file.name, **place.tags},
+        executor_def=place.running.executor,
         # For a worker that is gone: what a step itself fails of is no run's to try again.
         op_retry_policy=dg.RetryPolicy(max_retries=MOST_ATTEMPTS),
     )

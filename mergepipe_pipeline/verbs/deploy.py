@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.deploy.arrivals import arrival
 from mergepipe_pipeline.deploy.inbox import problem_now, reason_to_wait_for_joining
+from mergepipe_pipeline.deploy.messages import ShardTask
 from mergepipe_pipeline.deploy.recipe_files import (
     RecipeFile,
     release_reason,
@@ -34,7 +35,7 @@ from mergepipe_pipeline.deploy.standing import Standing, not_indexed, standing, 
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.evaluation import Evaluation
-from mergepipe_pipeline.domain.outcome import LayerOutcome, Realised, Shard
+from mergepipe_pipeline.domain.outcome import LayerOutcome, Realised
 from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.domain.snapshot import MANIFEST, Ref, Snapshot
 from mergepipe_pipeline.engine.options import EngineOptions
@@ -259,24 +260,24 @@ def merge_recipe(
         yield from run_recorded(warehouse, recipe, plan, layers, options)
 
 
-def merge_shard(
-    warehouse: Warehouse, recipe: str, plan: MergePlan, shard: Shard, options: EngineOptions
-) -> Iterator[LayerOutcome]:
+def merge_shard(warehouse: Warehouse, task: ShardTask) -> Iterator[LayerOutcome]:
     """The same for a shard of a plan, while others merge its other shards, here or elsewhere.
 
     Waits for others who merge a layer of it. Raises BusyError if the plan is not current any more.
     """
+    recipe, shard = task.recipe, task.shard
     with _working(warehouse, recipe, shared=True) as (_, current):
-        if current.plan_id != plan.plan_id:
+        if current.plan_id != task.plan_id:
             raise BusyError(
                 "A recipe was planned anew while its shards were merged",
                 where=recipe,
-                expected=f"plan {plan.plan_id[:16]}",
+                expected=f"plan {task.plan_id[:16]}",
                 found=f"plan {current.plan_id[:16]}",
                 next_step=f"materialize {recipe}/merge: layers that both plans have are reused",
             )
         with lease_layers(warehouse, [x for x in current.layers if x.name in shard.layers]):
-            yield from run_recorded(warehouse, recipe, current, shard.layers, options, shard.number)
+            names, options = shard.layers, task.options
+            yield from run_recorded(warehouse, recipe, current, names, options, shard.number)
 
 
 def snapshot_recipe(

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from traceback import format_exception
 from typing import Any
@@ -13,6 +13,7 @@ import dagster as dg
 import numpy as np
 import pytest
 import yaml
+from dagster._core.execution.api import create_execution_plan
 from dagster.components.core.component_tree import ComponentTree
 from dagster.components.testing import DefsFolderSandbox, create_defs_folder_sandbox
 from safetensors.numpy import load_file
@@ -184,10 +185,13 @@ def sandbox() -> Iterator[DefsFolderSandbox]:
 
 
 def loaded(
-    sandbox: DefsFolderSandbox, kind: type[dg.Component], attributes: dict[str, Any]
+    sandbox: DefsFolderSandbox,
+    kind: type[dg.Component],
+    attributes: dict[str, Any],
+    more: Mapping[str, Any] = {},
 ) -> dg.Definitions:
     """The definitions of a component with these attributes in its YAML."""
-    text = {"type": f"mergepipe_pipeline.dagster.{kind.__name__}", "attributes": attributes}
+    text = {"type": f"mergepipe_pipeline.dagster.{kind.__name__}", "attributes": attributes, **more}
     path = sandbox.scaffold_component(kind, "one", defs_yaml_contents=text)
     with sandbox.load_component_and_build_defs(path) as (_, defs):
         return defs
@@ -341,6 +345,45 @@ def test_an_expert_is_made_by_an_asset_or_by_one_of_its_partitions(
     assert plan.get_partition_mapping(dg.AssetKey(["t", "math"])) is None
     sensors = {sensor.name for sensor in defs.get_repository_def().sensor_defs}
     assert "mergepipe_a_landing_sensor" in sensors
+
+
+RUNNING = """
+import dagster as dg
+
+@dg.template_var
+def in_one_process(context): return dg.in_process_executor
+
+@dg.template_var
+def processes(context): return dg.PipesSubprocessClient()
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        (MergeRecipeComponent, {"recipes": {"a": ONE}}),
+        (WindowComponent, {"run": "sft", "name": "a"}),
+    ],
+)
+def test_where_and_how_steps_run_is_said_in_yaml_by_variables_of_python(
+    sandbox: DefsFolderSandbox, kind: type[dg.Component], what: dict[str, Any]
+) -> None:
+    (sandbox.defs_folder_path / "one").mkdir()
+    (sandbox.defs_folder_path / "one" / "running.py").write_text(RUNNING)
+    running = {
+        "executor": "{{ in_one_process }}",
+        "pool": "big_disk",
+        "op_tags": {"tier": "big"},
+        "pipes": "{{ processes }}",
+        "pipes_args": {"command": ["nice", "{{ env.HOME }}/python"]},
+    }
+    more = {"template_vars_module": ".running"}
+    defs = loaded(sandbox, kind, {"home": "../warehouse", **what, **running}, more)
+    job = defs.resolve_job_def("mergepipe_merge_a")
+    assert job.executor_def is dg.in_process_executor
+    steps = {step.key: step for step in create_execution_plan(job).steps}
+    shard = steps["a__merge.shard_001"]
+    assert (shard.pool, shard.tags) == ("big_disk", {"tier": "big"})
 
 
 def test_an_attribute_that_no_component_has_is_refused(sandbox: DefsFolderSandbox) -> None:

@@ -1,5 +1,6 @@
 """The door for projects of others: what it takes, names and refuses, without a run."""
 
+import json
 import shutil
 from importlib.metadata import version
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import dagster as dg
 import pytest
+from dagster._core.execution.api import create_execution_plan
 from dagster_shared.libraries import DagsterLibraryRegistry
 
 from mergepipe_pipeline.dagster import (
@@ -67,6 +69,42 @@ def test_no_part_sets_an_executor_and_all_names_begin_as_their_place_says(
     assert {name for name in names if name != scope and not name.startswith(f"{scope}_")} == set()
     keys = defs.resolve_asset_graph().get_all_asset_keys() - {dg.AssetKey("train")}
     assert {tuple(key.path[: len(path)]) for key in keys} == {path}
+
+
+def test_executor_pool_and_tags_are_those_of_a_recipes_jobs_and_of_its_heavy_steps_alone(
+    home: Warehouse,
+) -> None:
+    gate = "evaluate: {command: [a]}\ngate: {x: {min: 0}, on_failure: bisect}\n"
+    memory = {"container_config": {"resources": {"limits": {"memory": "8Gi"}}}}
+    repository = dg.Definitions.merge(
+        build_recipe_defs(
+            {"a": ONE + gate},
+            home=home.root,
+            executor=dg.in_process_executor,
+            pool="big_disk",
+            op_tags={"dagster-k8s/config": memory},
+        ),
+        build_recipe_defs({"b": ONE}, home=home.root),
+        dg.Definitions(executor=dg.multiprocess_executor),
+    ).get_repository_def()
+    jobs = {name: repository.get_job(f"mergepipe_{name}") for name in ("merge_a", "bisect_a")}
+    assert {job.executor_def for job in jobs.values()} == {dg.in_process_executor}
+    theirs = repository.get_job("mergepipe_merge_b")
+    assert theirs.executor_def is dg.multiprocess_executor
+    steps = [step for job in jobs.values() for step in create_execution_plan(job).steps]
+    heavy = {step.key: step.tags or {} for step in steps if step.pool == "big_disk"}
+    assert set(heavy) == {"a__merge.shard_001", "a__merge.gather", "a__snapshot", "a__bisect"}
+    assert {step.key for step in steps if step.tags} == set(heavy)
+    assert all(json.loads(tags["dagster-k8s/config"]) == memory for tags in heavy.values())
+    usual = {step.key: step.pool for step in create_execution_plan(theirs).steps}
+    assert usual["b__merge.shard_001"] == "disk_write"
+
+
+def test_an_executor_that_no_run_of_a_condition_would_have_is_refused(home: Warehouse) -> None:
+    with pytest.raises(MergePipeError, match="executor of the project"):
+        build_recipe_defs(
+            {"a": ONE}, home=home.root, automation="condition", executor=dg.in_process_executor
+        )
 
 
 def test_runs_of_a_guests_jobs_carry_the_tag_of_the_warehouse(home: Warehouse) -> None:

@@ -14,6 +14,7 @@ from dagster._core.execution.api import create_execution_plan
 
 from mergepipe_pipeline.assets.experts import build_burst
 from mergepipe_pipeline.definitions import build_definitions
+from mergepipe_pipeline.deploy.messages import ShardTask
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.deploy.shards import merged_layers, shard_of
 from mergepipe_pipeline.domain.outcome import LayerOutcome
@@ -40,12 +41,13 @@ WORKER = """
 import sys, time
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.verbs.deploy import current_plan, merge_shard
+from mergepipe_pipeline.deploy.messages import ShardTask
 from mergepipe_pipeline.deploy.shards import shard_of
 from mergepipe_pipeline.warehouse import Warehouse
 home = Warehouse.at(sys.argv[1])
 plan = current_plan(home, "n")
 shard = shard_of(plan, 1, 1, [layer.name for layer in plan.layers])
-for done in merge_shard(home, "n", plan, shard, EngineOptions()):
+for done in merge_shard(home, ShardTask("n", plan.plan_id, shard, EngineOptions())):
     print(done.name, flush=True)
     time.sleep(60)
 """
@@ -75,7 +77,7 @@ def told(result: dg.ExecuteInProcessResult) -> dict[str, dict[str, Any]]:
 def shard(home: Warehouse, plan: MergePlan, number: int, count: int) -> list[LayerOutcome]:
     """Merge a shard of recipe n's plan."""
     part = shard_of(plan, number, count, [layer.name for layer in plan.layers])
-    return list(merge_shard(home, "n", plan, part, EngineOptions()))
+    return list(merge_shard(home, ShardTask("n", plan.plan_id, part, EngineOptions())))
 
 
 def test_three_steps_give_the_ids_of_one_and_say_what_each_has_read(
@@ -168,7 +170,7 @@ def test_two_workers_merge_shards_of_one_plan_at_once_and_nobody_plans_meanwhile
 ) -> None:
     plan = plan_recipe(home, recipe_file)
     part = shard_of(plan, 1, 2, recipe_file.layers)
-    working = merge_shard(home, "n", plan, part, EngineOptions())
+    working = merge_shard(home, ShardTask("n", plan.plan_id, part, EngineOptions()))
     begun = next(working)
     second = shard(home, plan, 2, 2)
     with pytest.raises(BusyError):

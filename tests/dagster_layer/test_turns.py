@@ -23,7 +23,7 @@ from mergepipe_pipeline.errors import BusyError
 from mergepipe_pipeline.execution.plan_leases import lease_recipe, lease_run
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.sensors.recipes import request_or_reason
-from mergepipe_pipeline.sensors.ticks import BURST_PRIORITY, make_pools_known, recipes_under_way
+from mergepipe_pipeline.sensors.ticks import BURST_PRIORITY, make_pool_known, recipes_under_way
 from mergepipe_pipeline.verbs.deploy import (
     merge_recipe,
     plan_recipe,
@@ -125,7 +125,8 @@ def queue(home: Warehouse, recipe_file: RecipeFile, tmp_path: Path) -> Iterator[
         shutil.copy(home.recipe_path("n"), home.recipe_path(name))
     shutil.copy(REPOSITORY / "mergepipe_pipeline" / "dagster.yaml", tmp_path)
     with dg.DagsterInstance.from_config(str(tmp_path)) as instance:
-        make_pools_known(instance)
+        for pool in ("disk_read", "disk_write"):
+            make_pool_known(instance, pool)
         yield Queue(home, instance)
 
 
