@@ -156,13 +156,13 @@ def test_merges_pass_bursts_and_nightly_runs_come_last(queue: Queue) -> None:
     assert queue.start() == ["merge_n", "index_burst", "merge_o"]
 
 
-def test_the_first_ticks_of_an_instance_make_the_pools_known_before_a_run_needs_one(
+def test_the_first_ticks_of_an_instance_make_a_pool_known_before_a_run_needs_it(
     home: Warehouse, recipe_file: RecipeFile, tmp_path: Path
 ) -> None:
     shutil.copy(REPOSITORY / "mergepipe_pipeline" / "dagster.yaml", tmp_path)
     shutil.copytree(home.inbox / "base", home.inbox / "landed")
     resource = MergePipe(home=str(home.root), inbox_quiet_s=0)
-    for sensor in ("inbox_sensor", "recipe_sensor"):
+    for sensor, pool in (("inbox_sensor", "disk_read"), ("recipe_sensor", "disk_write")):
         shutil.rmtree(tmp_path / "history", ignore_errors=True)
         with dg.DagsterInstance.from_config(str(tmp_path)) as instance:
             repository = build_definitions(home).get_repository_def()
@@ -173,4 +173,4 @@ def test_the_first_ticks_of_an_instance_make_the_pools_known_before_a_run_needs_
             assert isinstance(result, dg.SensorResult)
             assert result.run_requests
             limits = {p.name: p.limit for p in instance.event_log_storage.get_pool_limits()}
-            assert limits == {"disk_read": 2, "disk_write": 2}
+            assert limits == {pool: 2}
