@@ -179,6 +179,31 @@ def test_a_recipe_whose_condition_a_translator_takes_away_says_so(home: Warehous
     assert "recipe_wants, alone or with others" in said
 
 
+def test_a_condition_of_dagsters_own_misses_what_lands_after_a_plan_and_before_its_next_look(
+    instance: dg.DagsterInstance,
+) -> None:
+    experts = dg.AssetSpec("expert_index", partitions_def=dg.StaticPartitionsDefinition(["math"]))
+    of_math = dg.SpecificPartitionsPartitionMapping(["math"])
+
+    @dg.asset(
+        deps=[dg.AssetDep(experts, partition_mapping=of_math)],
+        automation_condition=dg.AutomationCondition.eager(),
+    )
+    def plan() -> None:
+        """As ours, under `eager()`."""
+
+    defs, cursor = dg.Definitions([experts, plan]), None
+    landed = dg.AssetMaterialization("expert_index", partition="math")
+    asked = []
+    for events in ([landed], [landed], [dg.AssetMaterialization("plan"), landed], []):
+        for event in events:
+            instance.report_runless_asset_event(event)
+        looked = dg.evaluate_automation_conditions(defs, instance, cursor=cursor)
+        cursor = looked.cursor
+        asked.append(looked.total_requested)
+    assert asked[1:] == [1, 0, 0]
+
+
 (WEEKLY,) = (b.text for b in blocks(DOCS / "existing-project.md") if "class Weekly" in b.text)
 #: A project that serves what is released, and wants a release a week.
 THEIRS = f"""
