@@ -7,6 +7,7 @@ from mergepipe_pipeline.assets.place import MergePipeProps, MergePipeTranslator
 from mergepipe_pipeline.dagster.components import (
     HousekeepingComponent,
     InboxComponent,
+    KeptRecipesComponent,
     MergeRecipeComponent,
     SearchComponent,
     WindowComponent,
@@ -23,6 +24,7 @@ from mergepipe_pipeline.dagster.resource import MergePipeResource
 __all__ = [
     "HousekeepingComponent",
     "InboxComponent",
+    "KeptRecipesComponent",
     "MergePipeProps",
     "MergePipeResource",
     "MergePipeTranslator",

@@ -3,6 +3,7 @@
 Each component hands its attributes to one `build_*_defs`. Paths start from the YAML's folder.
 """
 
+import json
 from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,12 @@ from typing import Annotated, Any
 
 import dagster as dg
 import yaml
-from dagster.components import ComponentTypeSpec, scaffold_component
+from dagster.components import (
+    ComponentTypeSpec,
+    DefsStateConfig,
+    ResolvedDefsStateConfig,
+    scaffold_component,
+)
 from dagster.components.utils.translation import TranslationFn, TranslationFnResolver
 
 from mergepipe_pipeline.assets.place import MergePipeProps, MergePipeTranslator
@@ -25,7 +31,8 @@ from mergepipe_pipeline.dagster.door import (
     build_search_defs,
     build_window_defs,
 )
-from mergepipe_pipeline.deploy.copies import Source
+from mergepipe_pipeline.deploy.copies import Source, texts_of
+from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.recipe.windows import SCHEDULES
 
 
@@ -307,15 +314,81 @@ class MergeRecipeComponent(_OfRecipes):
 
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
         """The definitions of `build_recipe_defs`."""
+        return self._built(self.recipes, _where(context))
+
+    def _built(self, recipes: Source, where: Mapping[str, Any]) -> dg.Definitions:
         return build_recipe_defs(
-            self.recipes,
+            recipes,
             experts=self.experts,
             shards=self.shards,
             automation=self.automation,
-            **_where(context),
+            **where,
             **self._place(),
             **self._running(),
         )
+
+
+class _Kept(dg.Scaffolder):
+    """Writes an example with a folder of recipes beside the YAML."""
+
+    def scaffold(self, request: dg.ScaffoldRequest) -> None:
+        path = request.target_path.parent if request.append else request.target_path
+        state = {"management_type": "LOCAL_FILESYSTEM", "key": path.name}
+        kept = _written_as(lambda name: {"recipes": "recipes", "defs_state": state})
+        kept().scaffold(request)
+        folder = path / "recipes"
+        folder.mkdir(exist_ok=True)
+        (folder / f"{path.name}.yml").write_text(yaml.safe_dump(_RECIPE, sort_keys=False))
+
+
+@dg.scaffold_with(_Kept)
+@dataclass(kw_only=True)
+class KeptRecipesComponent(dg.StateBackedComponent, MergeRecipeComponent):
+    """Merges experts by the recipes of a folder as `dg utils refresh-defs-state` found them last.
+
+    Where definitions load, the folder need not be there: recipes change without a new image, and
+    each run has those of its code location.
+
+    Example:
+
+    ```yaml
+    type: mergepipe_pipeline.dagster.KeptRecipesComponent
+    attributes:
+      home: /shared/warehouse
+      recipes: /repositories/recipes
+      defs_state: {management_type: VERSIONED_STATE_STORAGE, key: recipes}
+    ```
+    """
+
+    defs_state: ResolvedDefsStateConfig
+
+    @property
+    def defs_state_config(self) -> DefsStateConfig:
+        """Where the recipes are kept, under the key that the YAML says."""
+        if self.defs_state.key is None or isinstance(self.recipes, Mapping):
+            raise MergePipeError(
+                "Recipes cannot be kept as a state",
+                where=type(self).__name__,
+                expected="`recipes`, a folder or a file, and `key` in `defs_state`",
+                found="recipes in the YAML" if self.defs_state.key else "no key",
+                next_step="give both: a key is the same on each machine, as a path need not be",
+            )
+        return DefsStateConfig.from_args(self.defs_state, default_key=self.defs_state.key)
+
+    def write_state_to_path(self, state_path: Path) -> None:
+        """Keep the recipes as they are now."""
+        state_path.write_text(json.dumps(texts_of(self.recipes)))
+
+    def build_defs_from_state(
+        self, context: dg.ComponentLoadContext, state_path: Path | None
+    ) -> dg.Definitions:
+        """The definitions of `build_recipe_defs`; none before the first refresh."""
+        if state_path is None:
+            return dg.Definitions()
+        folder = Path(str(self.recipes))
+        start = folder if folder.suffix not in {".yml", ".yaml"} else folder.parent
+        texts = json.loads(state_path.read_text())
+        return self._built(texts, {**_where(context), "relative_to": start})
 
 
 @dg.scaffold_with(

@@ -79,6 +79,11 @@ def written(
     return tuple(texts)
 
 
+def texts_of(source: Source) -> dict[str, str]:
+    """The texts of a source by name. Raises RecipeError where there is none."""
+    return {name: text.data.decode() for name, text in _read(source, None).items()}
+
+
 def is_several(source: Source) -> bool:
     """Whether a source may get another file besides those that it has."""
     return len(source) > 1 if isinstance(source, Mapping) else Path(source).is_dir()

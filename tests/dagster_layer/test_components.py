@@ -1,6 +1,7 @@
 """Components, in projects that Dagster's own commands make and check."""
 
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -21,6 +22,7 @@ from safetensors.numpy import load_file
 from mergepipe_pipeline.dagster import (
     HousekeepingComponent,
     InboxComponent,
+    KeptRecipesComponent,
     MergePipeProps,
     MergeRecipeComponent,
     WindowComponent,
@@ -38,6 +40,7 @@ ROOT = Path(__file__).parents[2]
 NAMES = (
     "HousekeepingComponent",
     "InboxComponent",
+    "KeptRecipesComponent",
     "MergeRecipeComponent",
     "SearchComponent",
     "WindowComponent",
@@ -306,6 +309,47 @@ def test_recipes_stay_as_they_are_written_but_for_expressions(
     found = yaml.safe_load((recipes / "a.yml").read_text())
     assert found == {**recipe, "models": [{"model": "math@0123", "parameters": {"weight": 0.25}}]}
     assert (recipes / "b.yml").read_text() == texts["b"]
+
+
+def test_kept_recipes_are_those_of_the_last_refresh_though_their_folder_changes_or_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = DgProject(tmp_path / "kept")
+    kind = "mergepipe_pipeline.dagster.KeptRecipesComponent"
+    project.dg(f"scaffold defs {kind} merges")
+    folder = project.defs / "merges" / "recipes"
+    (folder / "merges.yml").unlink()
+    recipe = {**ONE, "evaluate": {"command": ["python", "eval.py"]}}
+    monkeypatch.syspath_prepend(project.root / "src")
+
+    def releases() -> set[str]:
+        defs = dg.load_from_defs_folder(path_within_project=project.defs)
+        keys = defs.resolve_asset_graph().get_all_asset_keys()
+        return {key.path[0] for key in keys if key.path[-1] == "release"}
+
+    (folder / "a.yml").write_text(yaml.safe_dump(recipe))
+    assert releases() == set()
+    project.dg("utils refresh-defs-state")
+    assert releases() == {"a"}
+    (folder / "a.yml").rename(folder / "b.yml")
+    assert releases() == {"a"}
+    project.dg("utils refresh-defs-state")
+    shutil.rmtree(folder)
+    assert releases() == {"b"}
+    warehouse = Warehouse.at(project.root / "warehouse")
+    starts = {file.name: file.folder for file in recipe_files(warehouse)}
+    assert starts["b"] == folder
+
+
+def test_recipes_in_the_yaml_and_a_state_without_a_key_are_not_kept(
+    sandbox: DefsFolderSandbox,
+) -> None:
+    state = {"management_type": "LOCAL_FILESYSTEM"}
+    for recipes, key in (({"a": ONE}, {"key": "k"}), ("recipes", {})):
+        attributes = {"home": "../warehouse", "recipes": recipes, "defs_state": state | key}
+        with pytest.raises(Exception, match="loading component") as refused:
+            loaded(sandbox, KeptRecipesComponent, attributes)
+        assert "Recipes cannot be kept as a state" in "".join(format_exception(refused.value))
 
 
 def test_a_window_follows_the_asset_that_trains_and_has_the_keys_that_it_is_given(
