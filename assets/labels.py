@@ -90,6 +90,12 @@ def problem_asset(
     return dg.AssetsDefinition(specs=[spec])
 
 
+class _Interrupted(dg.DagsterExecutionInterruptedError, dg.DagsterError):
+    """A step's run is terminated: also one whose job has a retry policy, which looks at no
+    DagsterError, and by which Dagster would begin an interrupted step again.
+    """
+
+
 def as_failure(work: Callable[..., Any]) -> Callable[..., Any]:
     """Work whose errors become failures that lead with the error's own text.
 
@@ -116,6 +122,8 @@ def as_failure(work: Callable[..., Any]) -> Callable[..., Any]:
 def _failing() -> Iterator[None]:
     try:
         yield
+    except (KeyboardInterrupt, dg.DagsterExecutionInterruptedError) as interrupt:
+        raise _Interrupted from interrupt
     except MergePipeError as error:
         raise dg.Failure(str(error), allow_retries=False) from error
     except Exception as error:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
+import sys
 import threading
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
+import dagster as dg
 import pytest
 from dagster import DagsterRunStatus as Status
 
 from mergepipe_pipeline.assets.experts import EXPERTS_TAG
+from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.conftest import Drop
 from tests.dagster_layer.daemon import Daemon, asks_again, most_at_once, running_daemon
@@ -142,3 +145,24 @@ def what_fails_is_tried_three_times_with_growing_pauses_and_then_quarantined(
     assert pauses[1] >= 4 * _RETRY_S
     # Who asks again is the sensor: Dagster itself retries none of them.
     assert not any(r.dagster_run.parent_run_id for r in records)
+
+
+def test_a_merge_that_a_person_terminates_ends_within_its_step_and_no_step_begins_again(
+    home: Warehouse, recipe_file: RecipeFile
+) -> None:
+    begun = home.root / "begun"
+    evaluator = home.root / "slow.py"
+    evaluator.write_text(
+        f"import pathlib as p, time\np.Path({str(begun)!r}).touch()\ntime.sleep(300)\n"
+    )
+    path = home.recipe_path("n")
+    path.write_text(f"{path.read_text()}\nevaluate: {{command: [{sys.executable}, {evaluator}]}}\n")
+    with running_daemon(home, MERGEPIPE_RETRY_S="600") as daemon:
+        daemon.wait_for("the evaluation", begun.exists, seconds=120)
+        (run,) = daemon.runs("merge_n", Status.STARTED)
+        with daemon.instance as instance:
+            assert instance.run_launcher.terminate(run.run_id)
+        daemon.wait_for("its end", lambda: daemon.runs("merge_n", Status.CANCELED), seconds=60)
+        with daemon.instance as instance:
+            again = instance.all_logs(run.run_id, of_type=dg.DagsterEventType.STEP_RESTARTED)
+        assert not again
