@@ -162,7 +162,8 @@ def build_search_defs(
     files = [search for search in found if search.name in names]
     of, is_known = _sensor_name(searches, names, name), spreading()
     made = of_searches(files, identity_of(warehouse), is_known, place, of)
-    return _with_resources(warehouse, place, made, of_landings(files, is_known, place, of))
+    landings = of_landings(files, is_known, place, of.replace("{}", "search_{}"))
+    return _with_resources(warehouse, place, made, landings)
 
 
 def build_housekeeping(

@@ -251,12 +251,20 @@ def test_of_two_processes_that_land_one_event_at_once_one_does(
     assert [done.result() is not None for done in asked].count(True) == 1
 
 
-def test_a_recipe_and_a_search_over_one_training_load_together(
-    home: Warehouse, instance: dg.DagsterInstance
+@pytest.mark.parametrize("names", [["both"], ["both", "again"]])
+def test_recipes_and_searches_of_one_name_over_one_training_load_together(
+    home: Warehouse, names: list[str]
 ) -> None:
-    text = SEARCH.replace("one", "math").replace("zero", "code")
-    search = build_search_defs({"s": text}, home=home.root, experts=BOTH)
-    assert LANDING in Training(instance, home, BOTH, search).sensors
+    search = SEARCH.replace("one", "math").replace("zero", "code") + "evaluations: 4\n"
+    recipe = "merge_method: linear\nmodels:\n"
+    recipe += "".join(f"  - {{model: {x}, parameters: {{weight: 0.5}}}}\n" for x in BOTH)
+    searches = {f"{x}_s": search for x in names}
+    defs = dg.Definitions.merge(
+        build_recipe_defs(dict.fromkeys(names, recipe), home=home.root, experts=BOTH),
+        build_search_defs(searches, home=home.root, experts=BOTH),
+    )
+    sensors = [sensor.name for sensor in defs.get_repository_def().sensor_defs]
+    assert len([name for name in sensors if name.endswith("landing_sensor")]) == 2
 
 
 def test_nothing_lands_in_the_place_of_a_training_run(home: Warehouse, tmp_path: Path) -> None:
