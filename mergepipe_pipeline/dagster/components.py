@@ -237,6 +237,10 @@ class _OfRecipes(_OfWarehouse, ABC):
         int | None,
         dg.Resolver.default(description="How many steps share a merge; MERGEPIPE_SHARDS."),
     ] = None
+    automation: Annotated[
+        Automation,
+        dg.Resolver.default(description="What starts a recipe: a sensor, or a condition of it."),
+    ] = "sensor"
     executor: dg.Injected[dg.ExecutorDefinition] | None = None
     pool: Annotated[
         str, dg.Resolver.default(description="The pool of steps that merge or write a model.")
@@ -307,10 +311,6 @@ class MergeRecipeComponent(_OfRecipes):
 
     recipes: Annotated[Source, _files("Recipes", {"both": _RECIPE})]
     experts: _Experts = field(default_factory=dict)
-    automation: Annotated[
-        Automation,
-        dg.Resolver.default(description="What starts a recipe: a sensor, or a condition of it."),
-    ] = "sensor"
 
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
         """The definitions of `build_recipe_defs`."""
@@ -455,6 +455,7 @@ class WindowComponent(_OfRecipes):
             recipe=self.recipe,
             training=self.training,
             shards=self.shards,
+            automation=self.automation,
             relative_to=context.path,
             **self._place(),
             **self._running(),

@@ -114,13 +114,15 @@ def build_window_defs(
     translator: MergePipeTranslator | None = None,
     training: Asset | None = None,
     shards: int | None = None,
+    automation: Automation = "sensor",
     relative_to: str | Path | None = None,
     **running: Unpack[RunOptions],
 ) -> dg.Definitions:
     """The recipe `name` of the last checkpoints of a training run, merged anew as they are saved.
 
     A link to the run's folder, which may come later, lies in the inbox. `recipe` has other keys, as
-    `gate`; the plan follows the asset `training`. `running`: as of `build_recipe_defs`.
+    `gate`; the plan follows the asset `training`. `automation` and `running`: as of
+    `build_recipe_defs`.
     """
     folder = Path(run).resolve()
     weights = {"schedule": schedule, **({} if decay is None else {"decay": decay})}
@@ -136,6 +138,7 @@ def build_window_defs(
         translator=translator,
         experts=None if training is None else {folder.name: training},
         shards=shards,
+        automation=automation,
         relative_to=relative_to,
         **running,
     )

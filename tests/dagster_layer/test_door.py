@@ -46,6 +46,13 @@ def all_parts(home: Path, prefix: str | tuple[str, ...] = ()) -> dg.Definitions:
     )
 
 
+def test_a_window_may_be_started_by_its_condition(home: Warehouse, tmp_path: Path) -> None:
+    defs = build_window_defs(tmp_path / "sft", home=home.root, automation="condition")
+    nodes = defs.resolve_asset_graph().asset_nodes
+    conditions = {n.key.path[-1]: n.automation_condition for n in nodes if n.automation_condition}
+    assert {part: one.name for part, one in conditions.items()} == {"plan": "recipe_wants"}
+
+
 def test_code_locations_show_the_version_that_is_installed() -> None:
     assert DagsterLibraryRegistry.get()["mergepipe-pipeline"] == version("mergepipe-pipeline")
 
