@@ -126,7 +126,7 @@ class Judge:
     def _looked_since(self, moment: float) -> bool:
         ticks = self.scene.watch.ticks(moment)
         looked = {name for name, began, _ in ticks if began >= moment}
-        return all(any(name.endswith(watched) for name in looked) for watched in _WATCHED)
+        return all(any(watched in name for name in looked) for watched in _WATCHED)
 
     def _superfluous(
         self, runs: list[Run], indexed: dict[str, int], late: set[str]

@@ -27,13 +27,6 @@ def executor() -> dg.Definitions:
 SETTINGS = """telemetry: {enabled: false}
 concurrency: {runs: {max_concurrent_runs: 4}}
 """
-_HOUSEKEEPING = """import dagster as dg
-from mergepipe_pipeline.dagster import build_housekeeping
-
-@dg.definitions
-def housekeeping() -> dg.Definitions:
-    return build_housekeeping(home={home!r}, key_prefix={prefix!r})
-"""
 
 
 @dataclass(frozen=True)
@@ -49,27 +42,26 @@ class Guest:
     @property
     def beside(self) -> Path:
         """Where programs of recipes lie."""
-        return self._folder("merges") / "recipes" if self.has_folder else self.home.recipes
+        return self._folder("merges") / "recipes" if self.has_folder else self._folder("merges")
 
     def settle(self) -> None:
         """Write the components, but for recipes that stand in YAML."""
         self._component("inbox", "InboxComponent", {})
-        about = {"home": str(self.home.root), "prefix": self.seat.keys}
-        self._folder("housekeeping").with_suffix(".py").write_text(_HOUSEKEEPING.format(**about))
+        self._component("housekeeping", "HousekeepingComponent", {"reload": self.has_folder})
+        self.beside.mkdir(parents=True)
         if self.has_folder:
-            self.beside.mkdir(parents=True)
             self._component("merges", "MergeRecipeComponent", {"recipes": "recipes"})
 
     def put(self, name: str, text: str | None) -> None:
-        """Write or take away a recipe, and reload the code location."""
+        """Write or take away a recipe; a code location that does not look itself is reloaded."""
         if self.has_folder:
             put_file(self.beside / f"{name}.yml", text)
-        else:
-            path = self._folder("merges") / "defs.yaml"
-            had = yaml.safe_load(path.read_text())["attributes"] if path.exists() else {}
-            recipes = {**had.get("recipes", {}), name: text}
-            left = {n: t for n, t in recipes.items() if t is not None}
-            self._component("merges", "MergeRecipeComponent", {"recipes": left})
+            return
+        path = self._folder("merges") / "defs.yaml"
+        had = yaml.safe_load(path.read_text())["attributes"] if path.exists() else {}
+        recipes = {**had.get("recipes", {}), name: text}
+        left = {n: t for n, t in recipes.items() if t is not None}
+        self._component("merges", "MergeRecipeComponent", {"recipes": left})
         self.reload(self.seat.location)
 
     def _component(self, name: str, kind: str, attributes: dict[str, Any]) -> None:

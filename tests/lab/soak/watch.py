@@ -129,7 +129,7 @@ class Watch:
         return any(
             words in (tick.skip_reason or "")
             for state in self._states()
-            if state.instigator_name.endswith(sensor)
+            if sensor in state.instigator_name
             for tick in self.instance.get_ticks(state.instigator_origin_id, state.selector_id)
         )
 
