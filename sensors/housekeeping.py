@@ -121,7 +121,7 @@ def _worker_is_gone(instance: dg.DagsterInstance, run: dg.DagsterRun) -> bool:
             if age_s is None:
                 return process_age_s(os.getpid()) is not None
             return time.time() - age_s > log.timestamp + _CLOCK_S  # another one has its number
-    return False
+    return run.status is Status.STARTING  # a process that still comes lets an ended run be
 
 
 def _silent_s(instance: dg.DagsterInstance, run: dg.DagsterRun) -> float:
