@@ -99,7 +99,7 @@ def test_choices_in_one_row_are_as_likely_as_each_alone(base: Path) -> None:
     from tests.lab.bench_llm.encoded import Encoder
 
     plain, encoder = _plain(base).float(), Encoder(base)
-    items = KINSHIP.items("test")[:3]
+    items = KINSHIP.items("test")[:1]
     with torch.inference_mode():
         model = Model(base, base)
         model.lm = model.lm.float()
