@@ -69,7 +69,7 @@ def test_a_recipe_whose_inputs_are_gone_for_five_attempts_is_merged_by_itself_wh
             assert "n: expert_01 is gone: nothing lies at" in told
             ticker.reasons()
             assert known_experts(instance, home) == ["base"]
-        requests, told = recipes.tick(pause_s=1.0)
+        requests, told = recipes.tick(pause_s=60.0)
         assert not requests
         assert f"after {number} that failed, and so on until one works; the last: exp" in told
     ((request,), _) = recipes.tick()
@@ -126,7 +126,7 @@ with dg.DagsterInstance.ephemeral() as instance:
             instance=instance, tags=requests[0].tags, raise_on_error=False
         )
         if not done.success:
-            print(recipes.tick(pause_s=1.0)[1])
+            print(recipes.tick(pause_s=60.0)[1])
     print(done.success, recipes.tick()[1])
 """
 
