@@ -304,6 +304,8 @@ class _Window(io.RawIOBase):
         n = left if size < 0 else min(size, left)
         if n > _MOST_DIRECTORY_NBYTES + _LOCAL_HEADER_NBYTES:
             raise zipfile.BadZipFile("a directory of many files")
+        if not n:  # behind the end, where a damaged directory may point
+            return b""
         at, self._at = self._at, self._at + n
         for start, piece in self._ends:
             if start <= at and at + n <= start + len(piece):

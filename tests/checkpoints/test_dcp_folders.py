@@ -281,6 +281,16 @@ def test_damaged_files_are_refused_or_give_as_many_bytes(saved: Path, data: st.D
         assert found.isprintable()
 
 
+def test_a_zip_that_places_its_files_behind_its_end_is_refused(saved: Path) -> None:
+    raw = bytearray((saved / "__0_0.distcp").read_bytes())
+    at = raw.index(b"PK\x01\x02") + 42  # where the directory says that the first file begins
+    raw[at : at + 4] = (1 << 16).to_bytes(4, "little")
+    (saved.parent / "damaged").mkdir(exist_ok=True)
+    shutil.copy(saved / METADATA, saved.parent / "damaged")
+    (saved.parent / "damaged" / "__0_0.distcp").write_bytes(raw)
+    assert "stored" in str(values_or_error(saved.parent / "damaged"))
+
+
 _Cuts = st.lists(st.integers(0, 7), max_size=2)
 
 
