@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from mergepipe_pipeline.storage.locks import locked
 from tests.test_jit import compiled_by, numbers
 
 ROOT = Path(__file__).parents[2]
@@ -37,9 +38,17 @@ ids = sorted(path.name for path in folder.glob("warehouse-*/snapshots/*"))
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of the sources."""
-    root = tmp_path_factory.mktemp("wheel")
+def wheel(tmp_path_factory: pytest.TempPathFactory, testrun_uid: str) -> Path:
+    """The wheel of the sources, which one worker builds: its kernels take a core for a minute."""
+    root = tmp_path_factory.getbasetemp().parent / f"wheel-{testrun_uid}"
+    with locked(root / "lock"):
+        if not list(root.glob("*.whl")):
+            _build(root)
+    (wheel,) = root.glob("*.whl")
+    return wheel
+
+
+def _build(root: Path) -> None:
     (root / "src").mkdir()
     for name in SOURCES:  # a build writes beside the sources
         if (ROOT / name).is_dir():
@@ -49,8 +58,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copy(ROOT / name, root / "src" / name)
     build = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(root)]
     subprocess.run([sys.executable, "-m", "pip", *build, str(root / "src")], check=True)
-    (wheel,) = root.glob("*.whl")
-    return wheel
 
 
 @pytest.fixture
