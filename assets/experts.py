@@ -10,6 +10,7 @@ import dagster as dg
 from mergepipe_pipeline.assets.labels import owners
 from mergepipe_pipeline.assets.metadata import dependents_link, description, gib
 from mergepipe_pipeline.assets.place import ALONE, Maker, Place
+from mergepipe_pipeline.assets.running import READ_POOL
 from mergepipe_pipeline.deploy.arrivals import arrival
 from mergepipe_pipeline.deploy.instance import identity_of, own_name
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, StandingFile
@@ -22,8 +23,6 @@ from mergepipe_pipeline.warehouse import Warehouse
 #: The key of the asset whose partitions are the experts, in a code location of our own.
 EXPERT_INDEX = ALONE.key("", "expert_index")
 
-#: The pool of runs that index.
-DISK = "disk_read"
 #: The tag of a run that names the experts it indexes, with commas between them.
 EXPERTS_TAG = "mergepipe/experts"
 
@@ -70,7 +69,7 @@ def build_expert_index(
         group_name=place.group_of("catalog"),
         kinds={"python", "parquet"},
         owners=owners(),
-        pool=DISK,
+        pool=READ_POOL,
         output_required=False,  # each partition has an event of its own
     )
     @place.bound
@@ -157,7 +156,7 @@ def build_burst(shards: int, place: Place = ALONE) -> dg.JobDefinition:
     """The job that indexes many experts, in so many steps that share them."""
     key = index_key(place)
 
-    @dg.op(name=place.name("index_some"), pool=DISK)
+    @dg.op(name=place.name("index_some"), pool=READ_POOL)
     @place.bound
     def index_some(context: dg.OpExecutionContext, config: Burst, mergepipe: MergePipe) -> None:
         """Index several checkpoints in one process; each is a partition of `expert_index`."""

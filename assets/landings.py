@@ -8,6 +8,7 @@ import dagster as dg
 from mergepipe_pipeline.assets.experts import EXPERTS_TAG
 from mergepipe_pipeline.assets.labels import as_failure
 from mergepipe_pipeline.assets.place import Maker, Place
+from mergepipe_pipeline.assets.running import WRITE_POOL
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.verbs.land import land_for
 
@@ -44,7 +45,7 @@ def build_landing_job(
     """The job that lands what makers made: of the experts that a run's tag names, or of all."""
     name, sensor = (place.name(of.format(x)) for x in ("land_experts", "landing_sensor"))
 
-    @dg.op(name=f"{name}__land", pool="disk_write")
+    @dg.op(name=f"{name}__land", pool=WRITE_POOL)
     @place.bound
     @as_failure
     def land(context: dg.OpExecutionContext, mergepipe: MergePipe) -> None:

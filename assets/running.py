@@ -17,6 +17,8 @@ from mergepipe_pipeline.text import listed
 from mergepipe_pipeline.verbs.deploy import merge_shard
 from mergepipe_pipeline.warehouse import Warehouse
 
+#: The pools of steps that read experts, and that merge or write a model.
+READ_POOL, WRITE_POOL = "disk_read", "disk_write"
 #: What a process of its own runs.
 _MODULE = "mergepipe_pipeline.step"
 
@@ -45,7 +47,7 @@ class Running:
     """
 
     executor: dg.ExecutorDefinition | None = None
-    pool: str = "disk_write"
+    pool: str = WRITE_POOL
     op_tags: Mapping[str, Any] = field(default_factory=dict)
     pipes: dg.PipesClient | None = None
     pipes_args: Mapping[str, Any] = field(default_factory=dict)

@@ -11,9 +11,10 @@ from dagster._core.definitions.asset_checks.asset_check_evaluation import (
     AssetCheckEvaluationTargetMaterializationData as Target,
 )
 
-from mergepipe_pipeline.assets.experts import DISK, EXPERTS_TAG, USABLE, build_burst, index_key
+from mergepipe_pipeline.assets.experts import EXPERTS_TAG, USABLE, build_burst, index_key
 from mergepipe_pipeline.assets.metadata import description
 from mergepipe_pipeline.assets.place import ALONE, Place
+from mergepipe_pipeline.assets.running import READ_POOL
 from mergepipe_pipeline.deploy.arrivals import ask
 from mergepipe_pipeline.deploy.inbox import InboxEntry, Patience, scan_inbox
 from mergepipe_pipeline.deploy.recorded import gone_inputs
@@ -103,7 +104,7 @@ def _tick(
     if not landed and not gone:
         said = first_steps(warehouse) or said
     if ready:  # else Dagster shows it as the reason of the tick
-        make_pool_known(instance, DISK)
+        make_pool_known(instance, READ_POOL)
         context.log.info(said)
     return dg.SensorResult(
         run_requests=[_request(warehouse, part, ours) for part in _parts(ready)],

@@ -7,6 +7,7 @@ import dagster as dg
 from mergepipe_pipeline.assets.experts import EXPERTS_TAG
 from mergepipe_pipeline.assets.landings import CHECKPOINT, Made, last_made
 from mergepipe_pipeline.assets.place import Maker, Place
+from mergepipe_pipeline.assets.running import WRITE_POOL
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.sensors.ticks import (
@@ -51,7 +52,7 @@ def build_landing_sensor(
         """Requests the landing of every checkpoint that was made and has not landed."""
         ours = Ours.of(context, mergepipe, place)
         requests, lines = list[dg.RunRequest](), list[str]()
-        make_pool_known(context.instance, "disk_write")
+        make_pool_known(context.instance, WRITE_POOL)
         if not is_known():
             return dg.SensorResult(skip_reason=dg.SkipReason(LOADING))
         for name, maker in makers.items():

@@ -21,7 +21,7 @@ from dagster.components import (
 from dagster.components.utils.translation import TranslationFn, TranslationFnResolver
 
 from mergepipe_pipeline.assets.place import MergePipeProps, MergePipeTranslator
-from mergepipe_pipeline.assets.running import RunOptions
+from mergepipe_pipeline.assets.running import WRITE_POOL, RunOptions
 from mergepipe_pipeline.dagster.door import (
     Automation,
     Made,
@@ -244,7 +244,7 @@ class _OfRecipes(_OfWarehouse, ABC):
     executor: dg.Injected[dg.ExecutorDefinition] | None = None
     pool: Annotated[
         str, dg.Resolver.default(description="The pool of steps that merge or write a model.")
-    ] = "disk_write"
+    ] = WRITE_POOL
     op_tags: Annotated[
         Mapping[str, Any],
         dg.Resolver.default(
