@@ -6,6 +6,7 @@ daemon runs each; prints a table, exit 1 if one of ours missed, repeated or inve
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import signal
 import sys
@@ -274,4 +275,9 @@ def main(forms: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("forms", nargs="*", metavar="FORM", help=f"of {', '.join(FORMS)}: all")
+    chosen = parser.parse_args().forms
+    if unknown := sorted(set(chosen).difference(FORMS)):
+        parser.error(f"there is no form {', '.join(unknown)}; there are {', '.join(FORMS)}")
+    sys.exit(main(chosen))
