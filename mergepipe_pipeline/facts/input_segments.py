@@ -70,11 +70,9 @@ def pass_inputs(
     """The segments of models that an analysis reads, which takes the digests of whole tensors.
 
     Missing digests of other parts (of adapters and deltas, rows in another order) are taken first.
-    Raises CorruptionError as `Contents.verify_result`.
+    Raises CorruptionError as `Contents.verify`.
     """
     for model in models:
-        for checkpoint in model.checkpoints:
-            Contents(warehouse, checkpoint, progress).verify_result()
         in_parts = [v for v in model.views.values() if not v.whole]
         for number in sorted({p.source for view in in_parts for p in parts_of(view)}):
             Contents(warehouse, model.checkpoints[number], progress).learn()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mergepipe_pipeline.catalog import formats
+from mergepipe_pipeline.catalog.places import read_place
 from mergepipe_pipeline.catalog.seals import verify_sealed
 from mergepipe_pipeline.digest import unseal
 from mergepipe_pipeline.domain.plan import ENGINE_VERSION
@@ -27,7 +28,6 @@ from mergepipe_pipeline.execution.lookup import (
     refuse_other_plan,
     working_plans,
 )
-from mergepipe_pipeline.facts.contents import read_place
 from mergepipe_pipeline.integrity.auditor import Auditor
 from mergepipe_pipeline.quality.measure import read as read_evaluation
 from mergepipe_pipeline.quality.measure import records

@@ -11,6 +11,7 @@ from typing import Literal
 
 import pytest
 
+from mergepipe_pipeline.analysis.digests import digest_checkpoint
 from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.checkpoints.reader import BlockReader
 from mergepipe_pipeline.domain.checkpoint import TensorEntry
@@ -21,7 +22,7 @@ from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import MergeOutcome, run_plan
 from mergepipe_pipeline.facts import contents
-from mergepipe_pipeline.facts.contents import Places, place_of
+from mergepipe_pipeline.facts.contents import Contents
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.snapshots.find import list_snapshots
@@ -56,9 +57,10 @@ def flip(root: Path, tensor: str, at: float, bit: int = 3) -> None:
 def believe(home: Warehouse, root: Path) -> None:
     """Take files for what was read there: a disk that rots changes no time that a system keeps."""
     checkpoint = open_checkpoint(str(root), "x")
-    place = place_of(home, checkpoint)
+    places = Contents(home, checkpoint).places
+    place = places.place_of(checkpoint)
     assert place is not None
-    Places(home, checkpoint.checkpoint_id).add(place, str(root))
+    places.add(place, str(root))
 
 
 @pytest.fixture
@@ -302,3 +304,17 @@ def test_a_snapshot_below_several_adapters_is_checked_once(
     parameters = f"parameters: {METHODS['ties']}\n"
     run(home, f"merge_method: ties\nbase_model: {root}\nmodels:\n{models}{parameters}")
     assert checked == [root]
+
+
+def test_a_bit_that_turned_in_a_snapshot_of_which_a_part_is_known_gets_into_no_merge(
+    home: Warehouse, inputs: Path
+) -> None:
+    root = Path(run(home, recipe(inputs, "linear", METHODS["linear"])).snapshot.path)
+    checkpoint = open_checkpoint(str(root), "result")
+    # A pass was killed, and the warehouse is a copy now: its files have never been read here.
+    taken = digest_checkpoint(checkpoint, names=["model.layers.1.mlp.up_proj.weight"])
+    home.catalog.contents(checkpoint.checkpoint_id).put(taken, checkpoint.by_name)
+    flip(root, "model.layers.0.mlp.up_proj.weight", 0.1)
+    text = recipe(inputs, "ties", METHODS["ties"]).replace(str(inputs / "expert_00"), str(root))
+    with pytest.raises(CorruptionError, match="not the bytes that were written"):
+        run(home, text)

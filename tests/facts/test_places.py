@@ -15,7 +15,7 @@ from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.facts import passes
-from mergepipe_pipeline.facts.contents import Contents, Places, place_of
+from mergepipe_pipeline.facts.contents import Contents
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.storage import atomic
 from mergepipe_pipeline.verbs.analyze import analyze
@@ -209,7 +209,8 @@ def test_revisions_of_the_hubs_cache_share_the_place_of_their_blob(
         root.mkdir(parents=True)
         for file in (cache / "blobs").iterdir():
             (root / file.name).symlink_to(f"../../blobs/{file.name}")
-    places = [place_of(home, open_checkpoint(str(root), "x")) for root in roots]
+    checkpoints = [open_checkpoint(str(root), "x") for root in roots]
+    places = [Contents(home, c).places.place_of(c) for c in checkpoints]
     assert places[0] == places[1] is not None
 
 
@@ -229,9 +230,10 @@ def test_a_place_that_cannot_be_written_down_is_verified_once_by_each_process(
             Contents(home, checkpoint).verify()
         assert of(reads, "expert_00") == expected
     monkeypatch.undo()
-    place = place_of(home, checkpoint)
+    places = Contents(home, checkpoint).places
+    place = places.place_of(checkpoint)
     assert place is not None
     assert not list(home.catalog_dir.rglob(f"{place}.json"))
     with pytest.raises(CorruptionError, match=OTHER):
         Contents(home, open_checkpoint(str(inputs / "other" / "expert_00"), "expert_00")).verify()
-    assert place in Places(home, checkpoint.checkpoint_id)
+    assert place in places

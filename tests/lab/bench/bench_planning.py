@@ -35,7 +35,7 @@ from mergepipe_pipeline.domain.stats import (
     narrowed,
 )
 from mergepipe_pipeline.domain.view import view_of
-from mergepipe_pipeline.facts.contents import Places, place_of
+from mergepipe_pipeline.facts.contents import Contents
 from mergepipe_pipeline.operators.steps.sparsify import trim_count
 from mergepipe_pipeline.packs.contents import packed_contents
 from mergepipe_pipeline.packs.index import frames_path, pack_id_of, write_index
@@ -161,9 +161,10 @@ def prepare(home: Warehouse, n_experts: int, layers: int) -> None:
         checkpoint_id = found.checkpoint.checkpoint_id
         ids.append(checkpoint_id)
         # Nothing was read of these files: what follows is believed of them where they lie.
-        place = place_of(home, found.checkpoint)
+        places = Contents(home, found.checkpoint).places
+        place = places.place_of(found.checkpoint)
         assert place
-        Places(home, checkpoint_id).claim(place, found.checkpoint.root)
+        places.claim(place, found.checkpoint.root)
         if catalog.digests(checkpoint_id) is None:
             if n:
                 stats = synthetic(n, tensors)
