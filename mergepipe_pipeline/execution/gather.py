@@ -67,7 +67,8 @@ def gather(
     if (for_parts or recipe.strategy in (None, PACKS)) and not resolved.request.no_packs:
         from mergepipe_pipeline.execution.packs import find_packs
 
-        packs = find_packs(warehouse, models, merged, grid, resolved.originals)
+        originals = resolved.originals
+        packs = find_packs(warehouse.packs, digests.get, models, merged, grid, originals)
     stats = _stats(experts)
     measured = measured_facts(warehouse, recipe, models, merged, progress)
     facts = TensorFacts(measured=measured, chosen=_choose_operators(recipe, merged, measured))

@@ -132,7 +132,7 @@ def _stats(warehouse: Warehouse, expert: Model, base: Model) -> dict[str, Tensor
 
 
 def _has_pack(warehouse: Warehouse, expert: Model, base: Model) -> bool:
-    digests, base_digests = (known_digests(warehouse, model) for model in (expert, base))
+    digests, base_digests = (known_digests(warehouse.catalog.digests, m) for m in (expert, base))
     if digests is None or base_digests is None:
         return False
     return warehouse.packs.of(packed_contents(expert, base, digests, base_digests)) is not None

@@ -1,13 +1,13 @@
 """Which packs a recipe's experts have, and what they offer block by block; reads no weight.
 
-A pack is found by the digests that the catalog has of expert and base. It serves a tensor of the
+A pack is found by the digests of expert and base. It serves a tensor of the
 recipe where both digests are those of what it was made from.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,7 +19,7 @@ from mergepipe_pipeline.domain.pack import TIERS, TIERS_OF, PackSource, TensorCo
 from mergepipe_pipeline.domain.recipe import TensorRecipe, pairs_of
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.contents import packed_contents
-from mergepipe_pipeline.packs.store import Pack, warn_damaged
+from mergepipe_pipeline.packs.store import Pack, PackStore, warn_damaged
 from mergepipe_pipeline.planner.packed_rows import (
     PackedRow,
     PackGrid,
@@ -35,6 +35,8 @@ Numbers = tuple[int, int]
 Pair = tuple[str, str]
 #: Of each checkpoint of a model.
 Digests = Sequence[Mapping[str, str]]
+#: The digests of a checkpoint by its id; None if they are not known.
+Known = Callable[[str], Mapping[str, str] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,8 @@ class _Served:
 
 
 def find_packs(
-    warehouse: Warehouse,
+    packs: PackStore,
+    known: Known,
     models: Sequence[Model],
     merged: Sequence[TensorRecipe],
     grid: BlockGrid,
@@ -79,10 +82,10 @@ def find_packs(
     blocks = pack_grid(grid, n_elems)
     sources: list[PackSource] = []
     rows: dict[Numbers, Mapping[Pair, PackedRow]] = {}
-    packs = list(_served(warehouse, models, merged, originals))
+    all_served = list(_served(packs, known, models, merged, originals))
     with Workers(threads.CATALOG) as workers:
-        each = workers.map(partial(_rows, grid=blocks), packs)
-        for served, packed_rows in zip(packs, each, strict=True):
+        each = workers.map(partial(_rows, grid=blocks), all_served)
+        for served, packed_rows in zip(all_served, each, strict=True):
             if packed_rows:
                 number = len(sources)
                 rows[served.numbers] = {p: replace(r, pack=number) for p, r in packed_rows.items()}
@@ -103,7 +106,8 @@ def packed_cost(
     exact_nbytes = sum(models[i.model].views[i.tensor].nbytes for i in stored)
     uses = Counter((i.model, t.base.model, i.tensor) for t in merged if t.base for i in t.inputs)
     experts = set()
-    for served in _served(warehouse, models, merged, originals):
+    known = warehouse.catalog.digests
+    for served in _served(warehouse.packs, known, models, merged, originals):
         expert, base = served.numbers
         for row in served.pack.rows:
             nbytes = sum(row.nbytes[TIERS.index(t)] for t in TIERS_OF["X"])
@@ -114,15 +118,16 @@ def packed_cost(
     return PackedCost(len(experts), exact_nbytes) if experts else None
 
 
-def known_digests(warehouse: Warehouse, model: Model) -> Digests | None:
-    """The digests of all of a model's checkpoints; None if the catalog lacks some."""
-    digests = [warehouse.catalog.digests(c.checkpoint_id) for c in model.checkpoints]
+def known_digests(known: Known, model: Model) -> Digests | None:
+    """The digests of all of a model's checkpoints; None if some are not known."""
+    digests = [known(c.checkpoint_id) for c in model.checkpoints]
     present = [d for d in digests if d is not None]
     return present if len(present) == len(digests) else None
 
 
 def _served(
-    warehouse: Warehouse,
+    packs: PackStore,
+    known: Known,
     models: Sequence[Model],
     merged: Iterable[TensorRecipe],
     originals: Sequence[Model],
@@ -131,18 +136,18 @@ def _served(
 
     It serves tensors whose contents in `models` are those that it was made from.
     """
-    if not warehouse.packs.ids():
+    if not packs.ids():
         return
     digests: dict[int, Digests | None] = {}
     for numbers, tensors in pairs_of(merged).items():
         expert, base = packable(*(originals[number] for number in numbers))
         for number, model in zip(numbers, (expert, base), strict=True):
             if number not in digests:
-                digests[number] = known_digests(warehouse, model)
+                digests[number] = known_digests(known, model)
         expert_digests, base_digests = (digests[number] for number in numbers)
         if expert_digests is None or base_digests is None:
             continue
-        pack = warehouse.packs.of(packed_contents(expert, base, expert_digests, base_digests))
+        pack = packs.of(packed_contents(expert, base, expert_digests, base_digests))
         if pack is None:
             continue
         served: dict[tuple[str, str], list[Pair]] = {}
