@@ -224,6 +224,20 @@ def locate_registered(warehouse: Warehouse, text: str) -> Registration:
     return warehouse.catalog.register(Places(warehouse).locate(text), None)
 
 
+def open_path(warehouse: Warehouse, path: str | Path, name: str | None = None) -> Checkpoint:
+    """The checkpoint at a path, whatever names are registered; by default a `free_name` for it."""
+    root = Path(os.path.realpath(expanded(path)))
+    if is_hub_name(str(path)) and not root.exists():
+        raise CheckpointError(
+            "A checkpoint is not there",
+            where=str(root),
+            expected="a folder with safetensors files",
+            found="nothing at this path that may be read",
+            next_step=f"check the path, or write hf://{path} for a model of the Hugging Face hub",
+        )
+    return open_checkpoint(str(root), name or free_name(warehouse.catalog, root, {}))
+
+
 def registered_version(catalog: Catalog, text: str) -> Checkpoint:
     """The checkpoint that NAME or NAME@REVISION was registered as; looks at no file of it.
 

@@ -43,6 +43,7 @@ class _Expert:
     root: str
 
 
+@dataclass(frozen=True, eq=False)
 class Registered:
     """Answers selectors from the names of a warehouse (`recipe.selectors.Choose`).
 
@@ -50,8 +51,8 @@ class Registered:
     start.
     """
 
-    def __init__(self, warehouse: Warehouse, folder: Path | None = None) -> None:
-        self._warehouse, self._folder = warehouse, folder
+    warehouse: Warehouse
+    folder: Path | None = None
 
     def __call__(self, place: str, selector: Selector, reserved: Mapping[str, str]) -> Selected:
         """Return what a selector takes, in the order of names, of a run in that of its steps.
@@ -62,7 +63,7 @@ class Registered:
         taken: list[str] = []
         omitted: list[tuple[str, str]] = []
         for name, expert in sorted(self._experts.items()):
-            if not fits(selector, name, self._warehouse.catalog.tags):
+            if not fits(selector, name, self.warehouse.catalog.tags):
                 continue
             why = (
                 self._why_omitted(selector, expert) or kept_out.get(name) or self._why_never(expert)
@@ -85,7 +86,7 @@ class Registered:
         """All registered names, each with its newest version that can be read."""
         return {
             name: _Expert(name, version, base, root)
-            for name, version, _, base, root in self._warehouse.catalog.registrations()
+            for name, version, _, base, root in self.warehouse.catalog.registrations()
         }
 
     @cached_property
@@ -95,7 +96,7 @@ class Registered:
     @cached_property
     def _bases(self) -> dict[str, str]:
         """Names that are bases, each with of what."""
-        standing = {self._name_of(text): f"recipe {at}" for text, at in _bases(self._warehouse)}
+        standing = {self._name_of(text): f"recipe {at}" for text, at in _bases(self.warehouse)}
         registered = {e.base: e.name for e in self._experts.values() if e.base is not None}
         return standing | registered
 
@@ -103,7 +104,7 @@ class Registered:
         """The registered name that a model text means, or the text."""
         if text in self._experts:
             return text
-        for folder in (Path.cwd(), self._folder):
+        for folder in (Path.cwd(), self.folder):
             if folder is not None:
                 name = self._by_root.get(os.path.realpath(folder / expanded(text)))
                 if name is not None:
@@ -125,13 +126,13 @@ class Registered:
         """Why no selector takes an expert."""
         if expert.name in self._bases:
             return f"it is the base of {self._bases[expert.name]}"
-        if has_left(self._warehouse, expert.name, expert.root):
-            place = expected_place(self._warehouse, expert.name, expert.root)
+        if has_left(self.warehouse, expert.name, expert.root):
+            place = expected_place(self.warehouse, expert.name, expert.root)
             return f"it is gone: nothing lies at {place}"
-        kept_out = quarantine_of(self._warehouse, expert.name)
+        kept_out = quarantine_of(self.warehouse, expert.name)
         if kept_out is not None:
             return str(kept_out)
-        snapshot = _merged_here(self._warehouse, Path(expert.root))
+        snapshot = _merged_here(self.warehouse, Path(expert.root))
         return snapshot and f"it is a result of this warehouse, snapshot {snapshot[:16]}"
 
     def _why_nothing(self, selector: Selector, omitted: list[tuple[str, str]]) -> str:
@@ -147,7 +148,7 @@ class Registered:
         if not by_name:
             near = suggest(match or "", names)
             return f"no registered name fits {shown(match)}{near}; registered are {_listed(names)}"
-        tags = sorted({tag for name in by_name for tag in self._warehouse.catalog.tags(name)})
+        tags = sorted({tag for name in by_name for tag in self.warehouse.catalog.tags(name)})
         near = suggest(selector.tag or "", tags)
         return f"none of these has the tag {shown(selector.tag)}{near}; tags are {_listed(tags)}"
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from mergepipe_pipeline.catalog.catalog import Catalog, Registration
+from mergepipe_pipeline.catalog.catalog import Registration
 from mergepipe_pipeline.deploy.arrivals import attempted, mark_packed, packing
 from mergepipe_pipeline.deploy.inbox import PacksWanted
 from mergepipe_pipeline.deploy.recipe_files import standing_recipes, uses
 from mergepipe_pipeline.digest import digest_json
+from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.layers import layer_count, layer_name, layer_order
 from mergepipe_pipeline.domain.model import grid_for
 from mergepipe_pipeline.domain.recipe import ModelRef
@@ -54,7 +55,9 @@ def index_expert(warehouse: Warehouse, name: str) -> IndexedExpert:
     catalog = warehouse.catalog
     before: dict[str, str] = {}
     with suppress(CorruptionError):  # a new version gets past a damaged one
-        before = _digests_by_layer(catalog, name)
+        if name in catalog:
+            last = catalog.get(name).checkpoint
+            before = _by_layer(last, catalog.digests(last.checkpoint_id) or {})
     folder = warehouse.inbox / name
     registration = (
         register(warehouse, folder, name) if folder.exists() else locate_registered(warehouse, name)
@@ -72,8 +75,7 @@ def index_expert(warehouse: Warehouse, name: str) -> IndexedExpert:
                     grid = grid_for(opened[1], stage.block_elems)
                     analysed_experts(warehouse, opened[:1], opened[1], grid)
                     bases[base.text] = None
-    Contents(warehouse, checkpoint).learn()
-    after = _digests_by_layer(catalog, name)
+    after = _by_layer(checkpoint, Contents(warehouse, checkpoint).learn())
     changed = tuple(layer for layer in after if after[layer] != before.get(layer))
     return IndexedExpert(
         registration,
@@ -94,13 +96,8 @@ def _pairs(stage: ParsedRecipe, name: str) -> Iterator[tuple[ModelRef, ModelRef]
             yield ref, base
 
 
-def _digests_by_layer(catalog: Catalog, name: str) -> dict[str, str]:
-    if name not in catalog:
-        return {}
-    checkpoint = catalog.get(name).checkpoint
-    digests = catalog.digests(checkpoint.checkpoint_id)
-    if digests is None:
-        return {}
+def _by_layer(checkpoint: Checkpoint, digests: Mapping[str, str]) -> dict[str, str]:
+    """What each layer of a checkpoint holds, by the digests of its tensors."""
     n = layer_count(digests)
     layers: dict[str, list[str]] = {}
     for tensor, digest in sorted(digests.items()):

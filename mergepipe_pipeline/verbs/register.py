@@ -4,22 +4,19 @@ selectors take it, `quarantine` keeps its content out of merges.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Registration
-from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.checkpoints.training_run import is_run
-from mergepipe_pipeline.domain.checkpoint import Checkpoint
-from mergepipe_pipeline.errors import CheckpointError, MergePipeError, NotFoundError
+from mergepipe_pipeline.errors import MergePipeError, NotFoundError
 from mergepipe_pipeline.facts.contents import Contents, content_of
 from mergepipe_pipeline.facts.quarantine import Quarantine, decide, quarantine_of
 from mergepipe_pipeline.progress import Progress
-from mergepipe_pipeline.remote.address import is_address, is_hub_name
-from mergepipe_pipeline.resolution.locate import Places, expanded, free_name, locate_registered
+from mergepipe_pipeline.remote.address import is_address
+from mergepipe_pipeline.resolution.locate import Places, locate_registered, open_path
 from mergepipe_pipeline.storage.permissions import this_user
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -41,24 +38,9 @@ def register(
         found = Places(warehouse).locate(str(path))
         checkpoint = replace(found, name=name or found.name)
     else:
-        checkpoint, by_link = _opened(warehouse, path, name)
+        checkpoint = open_path(warehouse, path, name)
+        by_link = Path(path) == warehouse.inbox / checkpoint.name and Path(path).is_symlink()
     return warehouse.catalog.register(checkpoint, base, is_meant=True, by_link=by_link)
-
-
-def _opened(warehouse: Warehouse, path: str | Path, name: str | None) -> tuple[Checkpoint, bool]:
-    """The checkpoint at a path, and whether it is there by a link of the inbox."""
-    root = Path(os.path.realpath(expanded(path)))
-    if is_hub_name(str(path)) and not root.exists():
-        raise CheckpointError(
-            "A checkpoint is not there",
-            where=str(root),
-            expected="a folder with safetensors files",
-            found="nothing at this path that may be read",
-            next_step=f"check the path, or write hf://{path} for a model of the Hugging Face hub",
-        )
-    chosen = name or free_name(warehouse.catalog, root, {})
-    by_link = Path(path) == warehouse.inbox / chosen and Path(path).is_symlink()
-    return open_checkpoint(str(root), chosen), by_link
 
 
 def check_tags(tags: Collection[str]) -> None:
