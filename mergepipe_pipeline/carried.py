@@ -18,7 +18,7 @@ from numba.core.caching import NullCache
 from mergepipe_pipeline.digest import sha256_hex
 
 _core: Any = numba.core
-#: What LLVM calls x86-64-v3, beyond what all x86-64 have; `setup.py` compiles for it.
+#: What LLVM calls x86-64-v3, beyond what all x86-64 have; `demo/kernels.py` compiles for it.
 FEATURES = (
     "avx avx2 bmi bmi2 crc32 cx16 f16c fma lzcnt movbe popcnt sahf sse3 sse4.1 sse4.2 ssse3 xsave"
 )
@@ -67,10 +67,11 @@ def fits(codegen: Any) -> bool:
 
 
 def carry(kernel: Any, types: tuple[Any, ...], folder: Path) -> None:
-    """Compile a kernel for these types, and write it to a folder to carry."""
-    kernel.compile(types)
+    """Compile a kernel for these types, and write it to a folder to carry, if it is not there."""
     path = carried_path(folder, kernel.py_func, types)
-    path.write_bytes(_core.serialize.dumps(kernel.overloads[types]._reduce()))
+    if not path.exists():
+        kernel.compile(types)
+        path.write_bytes(_core.serialize.dumps(kernel.overloads[types]._reduce()))
 
 
 def carried_path(folder: Path, function: Any, types: tuple[Any, ...]) -> Path:

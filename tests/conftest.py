@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return _is_long(collection_path) != (tier == "long") or None
 
 
+@cache
 def _is_long(path: Path) -> bool:
     return any(path.is_relative_to(Path(__file__).parent / name) for name in LONG)
 

@@ -13,8 +13,10 @@ import pytest
 
 import mergepipe_pipeline
 from mergepipe_pipeline import jit
+from mergepipe_pipeline.demo.kernels import SIGNATURES
 
 PACKAGE = Path(mergepipe_pipeline.__file__).parent
+NARROW = "operators.kernels.bits.narrow"
 #: Random numbers, of a kernel and as NumPy has them from the same function of another module.
 NUMBERS = """
 import numpy as np
@@ -89,12 +91,6 @@ def compiled_by(root: Path, code: str, home: Path, *, is_read_only: bool) -> tup
     return done.stdout.count("data loaded from"), done.stdout.count("data saved to")
 
 
-def kernels() -> set[str]:
-    """The kernels that are compiled each for itself, and not into what calls them."""
-    own = re.compile(r"^@cached_njit\((?!.*inline)[^)]*\)\ndef (\w+)", re.M)
-    return {f"{p.stem}.{name}" for p in jit.kernel_sources() for name in own.findall(p.read_text())}
-
-
 @pytest.mark.parametrize("place", ["users", "/proc/none"])
 def test_what_was_compiled_beside_a_package_is_found_where_the_package_is_read_only(
     copied: Path, tmp_path: Path, place: str
@@ -105,17 +101,22 @@ def test_what_was_compiled_beside_a_package_is_found_where_the_package_is_read_o
     assert (loaded > 0, compiled) == (True, 0)
 
 
-def test_after_the_kernels_of_an_image_are_compiled_no_process_of_it_compiles_any(
-    tmp_path: Path,
-) -> None:
-    code, home = "-m mergepipe_pipeline.demo.kernels", tmp_path / "users"
-    here = PACKAGE.parent  # `make test` has compiled most of them already
-    assert sum(compiled_by(here, code, home, is_read_only=False)) > 40
-    folder = PACKAGE / "__pycache__" / jit.kernel_cache().name
-    kept = {re.sub(r"-\d+\.py.*", "", path.name) for path in folder.rglob("*.nbi")}
-    assert kernels() - kept <= {"bits.subtract"}  # breaks ties at a cut, which few merges have
-    loaded, compiled = compiled_by(here, code, home, is_read_only=True)
-    assert (loaded > 40, compiled) == (True, 0)
+def test_what_is_compiled_for_this_processor_is_preferred_to_what_is_carried(copied: Path) -> None:
+    package = copied / "mergepipe_pipeline"
+    shutil.rmtree(package / "carried", ignore_errors=True)
+    lines = [x for x in SIGNATURES.read_text().splitlines() if x.startswith(NARROW)]
+    (package / "demo/signatures.txt").write_text("\n".join(lines))
+    code = (
+        f"from mergepipe_pipeline.{NARROW.rpartition('.')[0]} import narrow; import numpy as np; "
+    )
+    code += "narrow(np.ones(9, np.float32), np.ones(9, np.uint16))"
+    env = {**os.environ, "PYTHONPATH": str(copied), "NUMBA_DEBUG_CACHE": "1"}
+    for compiles, place in ((["--carried"], "carried"), ([], "__pycache__")):
+        compiled = [sys.executable, "-m", "mergepipe_pipeline.demo.kernels", *compiles]
+        subprocess.run(compiled, check=True, cwd=copied, env=env, capture_output=True)
+        ran = [sys.executable, "-c", code]
+        done = subprocess.run(ran, check=True, cwd=copied, env=env, capture_output=True, text=True)
+        assert re.findall(f"data loaded from '{package}/(\\w+)/", done.stdout) == [place]
 
 
 def test_every_cached_kernel_lies_where_its_freshness_is_looked_after() -> None:

@@ -1,129 +1,86 @@
-"""Compiles the kernels of merges: `python -m mergepipe_pipeline.demo.kernels`.
+"""Compiles kernels ahead of the first merge: `python -m mergepipe_pipeline.demo.kernels`.
 
-Numba compiles for the types that a kernel meets. So a tiny family is merged by every kind of
-kernel, packed, and merged from its packs under a budget; what that compiles is kept in
-`jit.kernel_cache`, and preferred to what a wheel carries. For images, on a processor of the same
-kind, and for suites, whose workers would each compile them.
+Numba compiles for types. Those that merges meet stand in signatures.txt, since nothing can be
+merged where a wheel is built: `python -m tests.house.signatures` writes it.
+
+With `--carried` they are compiled into the package for every processor of a kind, as setup.py asks
+for a wheel, and `make kernels` for suites, whose workers would each compile them. Without, for this
+processor, into `jit.kernel_cache`, which is preferred: for an image.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import tempfile
+import platform
+import shutil
+import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
-import numpy as np
+from mergepipe_pipeline.jit import carried_folder, kernel_cache, kernel_sources
 
-from mergepipe_pipeline.analysis.kernels import count_in_bin_bfloat16
-from mergepipe_pipeline.bfloat16 import nearest
-from mergepipe_pipeline.carried import KernelCache
-from mergepipe_pipeline.checkpoints.codes import decode_run, decode_run_bfloat16, small_float
-from mergepipe_pipeline.checkpoints.fp8_blocks import code_rows
-from mergepipe_pipeline.domain.stats import HIST_SHIFT
-from mergepipe_pipeline.jit import kernel_cache, kernel_sources
-from mergepipe_pipeline.verbs.merge import merge
-from mergepipe_pipeline.verbs.pack import pack
-from mergepipe_pipeline.warehouse import Warehouse
+SIGNATURES = Path(__file__).with_name("signatures.txt")
+#: Processors since 2013, or 2015 of AMD; `carried.py` looks for their features.
+_KIND = {"NUMBA_CPU_NAME": "x86-64-v3", "NUMBA_CPU_FEATURES": "", "NUMBA_DISABLE_INTEL_SVML": "1"}
 
-_HIDDEN, _VOCABULARY = 32, 96
-#: Large enough for leading directions; experts differ in two of them.
-_LARGE = "model.layers.0.mlp.up_proj.weight"
-_SHAPES = {
-    "model.embed_tokens.weight": (_VOCABULARY, _HIDDEN),
-    "model.layers.0.input_layernorm.weight": (_HIDDEN,),
-    "model.layers.0.mlp.down_proj.weight": (_HIDDEN, 2 * _HIDDEN),
-    _LARGE: (256, 256),
-    "model.layers.0.self_attn.q_proj.weight": (_HIDDEN, _HIDDEN),
-    "model.norm.weight": (_HIDDEN,),
-}
-_CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": _HIDDEN,
-    "num_hidden_layers": 1,
-    "vocab_size": _VOCABULARY,
-}
-#: Methods and their parameters: one of each kind of kernel; each once more under a budget.
-_RECIPES = (
-    ("dare_ties", "{density: 0.5}"),
-    ("dare_linear", "{density: 0.5, rescale: true}"),
-    ("della", "{density: 0.5, epsilon: 0.1}"),
-    ("breadcrumbs", "{density: 0.5, gamma: 0.1}"),
-    ("task_arithmetic", "{}"),
-    ("linear", "{}"),
-    ("mean", "{}"),
-    ("ties", "{density: 0.3}"),
-    ("ties", "{density: 0.2}"),
-)
+
+def parsed(line: str) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel of a line of signatures.txt, and the types to compile it for."""
+    import numba
+    import numpy as np
+
+    path, _, types = line.partition(" ")
+    module, _, name = path.rpartition(".")
+    names = vars(import_module(f"mergepipe_pipeline.{module}"))
+    of_numba = {**vars(numba.types), "bool": numba.types.boolean, "from_dtype": numba.from_dtype}
+    return names[name], eval(types, {**names, "dtype": np.dtype, **of_numba})
 
 
 def compile_kernels() -> Path:
-    """Compile all kernels that this processor has not compiled yet; the folder where they are."""
-    KernelCache.takes_carried = False
+    """Compile all kernels for this processor; the folder where they are."""
     for path in kernel_sources():  # an image keeps full seconds, and Numba looks at the time
         if os.access(path, os.W_OK):
             seconds = int(path.stat().st_mtime)
             os.utime(path, (seconds, seconds))
-    with tempfile.TemporaryDirectory(prefix="mergepipe-kernels-") as folder:
-        merge_all(Path(folder))
-    read = np.frombuffer(bytes(16), np.uint16)  # few cuts fall among many alike
-    count_in_bin_bfloat16(read, read, 0, np.zeros(1 << HIST_SHIFT, np.uint32))
-    values, codes = np.zeros((1, 1), np.float32), np.zeros((1, 1), np.uint8)
-    code_rows(values, codes, np.zeros(1, np.float32))
-    sizes, table = np.ones(7, np.int64), np.zeros(256, np.float32)
-    coded = codes[0], 0, False, table, small_float("F8_E4M3")
-    scaled = values[0], 0, values[0], sizes, 0
-    decode_run(*coded, *scaled, values[0])
-    decode_run_bfloat16(*coded, *scaled, np.zeros(1, np.uint16))
+    _each(_compile)
     return kernel_cache()
 
 
-def merge_all(folder: Path) -> None:
-    """Merge and pack a tiny family in a folder, in every way that has kernels of its own."""
-    for dtype in ("BF16", "F32"):
-        base, *experts = (folder / dtype / f"model_{n}" for n in range(4))
-        for seed, model in enumerate((base, *experts)):
-            _write_model(model, seed, dtype)
-        home = Warehouse.at(folder / f"warehouse-{dtype}").ensure()
-        models = "".join(f"- {{model: {m}, parameters: {{weight: 0.5}}}}\n" for m in experts)
-        for is_packed in (False, True):
-            for method, parameters in _RECIPES:
-                path = folder / "recipe.yml"
-                path.write_text(
-                    f"merge_method: {method}\nbase_model: {base}\ndtype: bfloat16\n"
-                    f"parameters: {parameters}\nmodels:\n{models}"
-                )
-                merge(home, path, fresh=is_packed)
-                for budget in ("40%", *(("2%", "8%") if is_packed else ())):
-                    merge(home, path, budget=budget)
-            if not is_packed:
-                pack(home, [str(m) for m in experts], base=str(base))
+def carry_kernels() -> Path:
+    """Compile for all processors of a kind what is not carried yet; the folder where it is."""
+    folder = carried_folder()
+    for other in set(folder.parent.glob("*")) - {folder}:  # of other sources
+        shutil.rmtree(other)
+    folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory() as cache:  # of kernels that others are compiled from
+        os.environ.update(_KIND, NUMBA_CACHE_DIR=cache)  # Numba looks when it is loaded
+        _each(_carry)
+    return folder
 
 
-def _write_model(folder: Path, seed: int, dtype: str) -> None:
-    """A checkpoint of random weights: the base for seed 0, else one near it."""
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(_CONFIG))
-    header, parts, at = dict[str, object](), list[bytes](), 0
-    for number, (name, shape) in enumerate(_SHAPES.items()):
-        values = np.random.default_rng(number).normal(0, 0.02, shape)
-        for common in (0, seed) if seed else ():  # experts agree in part
-            drawn = np.random.default_rng((number, 1, common))
-            of_all = drawn.normal(0, 0.002, shape)
-            directions = drawn.normal(0, 0.05, (2, *shape))
-            values += directions[0, :, :2] @ directions[1, :2] if name == _LARGE else of_all
-        bits = values.astype(np.float32).view(np.uint32)
-        data = (nearest(bits).astype(np.uint16) if dtype == "BF16" else bits).tobytes()
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + len(data)]}
-        parts.append(data)
-        at += len(data)
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    (folder / "model.safetensors").write_bytes(
-        len(text).to_bytes(8, "little") + text + b"".join(parts)
-    )
+def _each(compiled: Callable[[str], None]) -> None:
+    with ProcessPoolExecutor() as pool:
+        list(pool.map(compiled, SIGNATURES.read_text(encoding="utf-8").splitlines()))
+
+
+def _compile(line: str) -> None:
+    from mergepipe_pipeline.carried import KernelCache
+
+    KernelCache.takes_carried = False
+    kernel, types = parsed(line)
+    kernel.compile(types)
+
+
+def _carry(line: str) -> None:
+    from mergepipe_pipeline.carried import carry
+
+    carry(*parsed(line), carried_folder())
 
 
 if __name__ == "__main__":
-    print(compile_kernels())
+    is_carried = sys.argv[1:] == ["--carried"] and platform.machine() == "x86_64"
+    print(carry_kernels() if is_carried else compile_kernels())

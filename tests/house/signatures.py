@@ -7,17 +7,55 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
+import numba
+import numpy as np
 from numba.core.dispatcher import Dispatcher
 
-from mergepipe_pipeline.demo.carry import SIGNATURES, parsed, text_of
-from mergepipe_pipeline.demo.kernels import compile_kernels
+from mergepipe_pipeline.analysis.kernels import count_in_bin_bfloat16
+from mergepipe_pipeline.checkpoints.codes import decode_run, decode_run_bfloat16, small_float
+from mergepipe_pipeline.checkpoints.fp8_blocks import code_rows
+from mergepipe_pipeline.demo.kernels import SIGNATURES, parsed
+from mergepipe_pipeline.domain.stats import HIST_SHIFT
+from tests.house.kernel_merges import merge_all
+
+
+def text_of(kind: Any) -> str:
+    """A type of Numba as signatures.txt has it: in Python, by the names of the kernel's module."""
+    match kind:
+        case numba.types.NamedTuple():
+            fields = "".join(f"{text_of(field)}, " for field in kind.types)
+            return f"NamedTuple(({fields}), {kind.instance_class.__name__})"
+        case numba.types.Array(dtype=numba.types.Record() as record):
+            item = f"from_dtype({numba.np.numpy_support.as_dtype(record)!r})"
+        case numba.types.Array():
+            item = repr(kind.dtype)
+        case _:
+            return repr(kind)
+    return f"Array({item}, {kind.ndim}, {kind.layout!r}{'' if kind.mutable else ', True'})"
+
+
+def call_all() -> None:
+    """Call every kernel that merges call, and those that a tiny family does not need."""
+    with TemporaryDirectory(prefix="mergepipe-kernels-") as folder:
+        merge_all(Path(folder))
+    read = np.frombuffer(bytes(16), np.uint16)  # few cuts fall among many alike
+    count_in_bin_bfloat16(read, read, 0, np.zeros(1 << HIST_SHIFT, np.uint32))
+    values, codes = np.zeros((1, 1), np.float32), np.zeros((1, 1), np.uint8)
+    code_rows(values, codes, np.zeros(1, np.float32))
+    sizes, table = np.ones(7, np.int64), np.zeros(256, np.float32)
+    coded = codes[0], 0, False, table, small_float("F8_E4M3")
+    scaled = values[0], 0, values[0], sizes, 0
+    decode_run(*coded, *scaled, values[0])
+    decode_run_bfloat16(*coded, *scaled, np.zeros(1, np.uint16))
 
 
 def met() -> list[str]:
-    """The kernels that `compile_kernels` calls and the types they are called with, as lines."""
-    subprocess.run([sys.executable, "-m", "mergepipe_pipeline.demo.kernels"], check=True)
-    compile_kernels()
+    """The kernels that are called, and the types they are called with, as lines."""
+    call_all()
     lines = list[str]()
     for name, module in sorted(sys.modules.items()):
         of_module = [k for k in vars(module).items() if isinstance(k[1], Dispatcher)]
@@ -32,4 +70,6 @@ def met() -> list[str]:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] != ["once"]:
+        subprocess.run([sys.executable, "-m", "tests.house.signatures", "once"], check=True)
     SIGNATURES.write_text("".join(f"{line}\n" for line in met()), encoding="utf-8")
