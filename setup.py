@@ -18,9 +18,9 @@ class BuildWithKernels(build_py):
         super().run()
         if self.editable_mode or platform.machine() != "x86_64":
             return
-        carried = Path(self.build_lib, "mergepipe_pipeline/carried")
+        carried = Path(self.build_lib, "mergepipe_pipeline/compiled")
         shutil.rmtree(carried, ignore_errors=True)  # of another build
-        if (made := Path("mergepipe_pipeline/carried")).exists():  # by `make kernels`
+        if (made := Path("mergepipe_pipeline/compiled")).exists():  # by `make kernels`
             shutil.copytree(made, carried)
         command = [sys.executable, "-B", "-m", "mergepipe_pipeline.demo.kernels", "--carried"]
         if subprocess.run(command, cwd=self.build_lib).returncode:

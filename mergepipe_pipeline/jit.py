@@ -48,7 +48,7 @@ def cached_njit(**options: Any) -> Callable[[Function], Function]:
 def carried_folder() -> Path:
     """Where the wheel carries kernels of the sources as they are, for this Numba and Python."""
     system = f"{sys.implementation.cache_tag}{sys.abiflags}-{sys.platform}-{platform.machine()}"
-    return _PACKAGE / "carried" / f"{_sources_digest()}-numba-{version('numba')}-{system}"
+    return _PACKAGE / "compiled" / f"{_sources_digest()}-numba-{version('numba')}-{system}"
 
 
 @cache

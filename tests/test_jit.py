@@ -103,7 +103,7 @@ def test_what_was_compiled_beside_a_package_is_found_where_the_package_is_read_o
 
 def test_what_is_compiled_for_this_processor_is_preferred_to_what_is_carried(copied: Path) -> None:
     package = copied / "mergepipe_pipeline"
-    shutil.rmtree(package / "carried", ignore_errors=True)
+    shutil.rmtree(package / "compiled", ignore_errors=True)
     lines = [x for x in SIGNATURES.read_text().splitlines() if x.startswith(NARROW)]
     (package / "demo/signatures.txt").write_text("\n".join(lines))
     code = (
@@ -111,7 +111,7 @@ def test_what_is_compiled_for_this_processor_is_preferred_to_what_is_carried(cop
     )
     code += "narrow(np.ones(9, np.float32), np.ones(9, np.uint16))"
     env = {**os.environ, "PYTHONPATH": str(copied), "NUMBA_DEBUG_CACHE": "1"}
-    for compiles, place in ((["--carried"], "carried"), ([], "__pycache__")):
+    for compiles, place in ((["--carried"], "compiled"), ([], "__pycache__")):
         compiled = [sys.executable, "-m", "mergepipe_pipeline.demo.kernels", *compiles]
         subprocess.run(compiled, check=True, cwd=copied, env=env, capture_output=True)
         ran = [sys.executable, "-c", code]
