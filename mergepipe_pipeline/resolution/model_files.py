@@ -16,7 +16,11 @@ from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.domain.model_config import config_places
 from mergepipe_pipeline.domain.plan import ConfigValue, SideFiles
 from mergepipe_pipeline.domain.recipe import Recipe
-from mergepipe_pipeline.errors import CheckpointError, IncompleteCheckpointError
+from mergepipe_pipeline.errors import (
+    CheckpointError,
+    IncompatibleCheckpointsError,
+    IncompleteCheckpointError,
+)
 from mergepipe_pipeline.remote.address import is_address
 from mergepipe_pipeline.resolution.fp8_output import quantization_config
 from mergepipe_pipeline.resolution.layer_config import layer_changes
@@ -24,6 +28,8 @@ from mergepipe_pipeline.resolution.plain_numbers import stale_settings
 from mergepipe_pipeline.resolution.vocabulary import size_changes
 from mergepipe_pipeline.storage.json_text import json_bytes, load_object
 from mergepipe_pipeline.storage.side_files import (
+    CONFIG,
+    SideStamp,
     is_module,
     pickled_modules,
     side_files,
@@ -238,38 +244,43 @@ def _code(template: Checkpoint) -> Iterator[str]:
 
 
 def _modules(template: Checkpoint, models: Sequence[Model]) -> Iterator[str]:
-    """Names the modules of sentence-transformers that others have otherwise: none is merged."""
-    if is_address(template.root):
-        return
-    with open_source(template.root) as source:
-        pickled = pickled_modules(source)
+    """Names the modules of sentence-transformers that are pickled, or that others set otherwise.
+
+    Raises IncompatibleCheckpointsError for other weights of modules: these are not merged.
+    """
+    own, pickled = _module_digests(template)
     if pickled:
         yield (
             f"{listed(pickled, _MOST_NAMED)} of {template.name} is pickled and not copied: write "
             "it as model.safetensors in the same folder, or put it beside the result"
         )
-    own = _module_digests(template)
-    for model in models if own else ():
-        others = _module_digests(model.checkpoint)
-        differing = [name for name, digest in own.items() if others.get(name, digest) != digest]
+    for checkpoint in {c.root: c for m in models for c in m.checkpoints}.values():
+        others, _ = _module_digests(checkpoint)
+        differing = [name for name, digest in others.items() if own.get(name) != digest]
+        weights = [name for name in differing if not name.endswith(f"/{CONFIG}")]
+        if weights:
+            raise IncompatibleCheckpointsError(
+                "Modules of sentence-transformers have other weights, and these are not merged",
+                where=f"{checkpoint.root}, {listed(weights, _MOST_NAMED)}",
+                expected=f"the bytes of those in {template.root}, which the result has",
+                found="other bytes" if weights[0] in own else "no such file there",
+                next_step=f"make the files equal, or merge a copy of {checkpoint.name} without "
+                "modules.json, whose modules the result then lacks",
+            )
         if differing:
             yield (
-                f"{model.name} has other {listed(differing, _MOST_NAMED)} than {template.name}: "
-                f"modules beside the weights are not merged, and the result has those of "
-                f"{template.name}"
+                f"{checkpoint.name} has other {listed(differing, _MOST_NAMED)} than "
+                f"{template.name}: the result has the settings of {template.name}"
             )
 
 
-def _module_digests(checkpoint: Checkpoint) -> dict[str, str]:
-    """SHA-256 of each file of the modules beside a model, by name."""
-    if is_address(checkpoint.root):
-        return {}
+def _module_digests(checkpoint: Checkpoint) -> tuple[dict[str, str], list[str]]:
+    """SHA-256 of each file of the modules beside a model by name, and which of them are pickled."""
     with open_source(checkpoint.root) as source:
-        return {
-            stamp.file: side_sha256(source, stamp)
-            for stamp in side_stamps(source, checkpoint.root)
-            if is_module(stamp.file)
-        }
+        stamps = [s for s in side_stamps(source, checkpoint.root) if is_module(s.file)]
+        pickled = [SideStamp(n, source.size(n), 0) for n in pickled_modules(source)]
+        digests = {s.file: side_sha256(source, s) for s in (*stamps, *pickled)}
+    return digests, [s.file for s in pickled]
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -9,8 +9,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mergepipe_pipeline.errors import CheckpointError, CorruptionError, MergePipeError
+from mergepipe_pipeline.errors import (
+    CheckpointError,
+    CorruptionError,
+    IncompatibleCheckpointsError,
+    MergePipeError,
+)
 from mergepipe_pipeline.snapshots.commit import verify_snapshot
+from mergepipe_pipeline.snapshots.find import list_snapshots
 from mergepipe_pipeline.verbs.land import land
 from mergepipe_pipeline.verbs.merge import export
 from mergepipe_pipeline.verbs.verify import verify
@@ -103,19 +109,46 @@ def test_modules_land_with_their_model(home: Warehouse, models: Path) -> None:
     assert files_in(landed.path) >= NESTED | BESIDE
 
 
-def test_dense_weights_that_differ_between_models_or_are_pickled_are_named(
+def refused(home: Warehouse, models: Path, match: str) -> None:
+    with pytest.raises(IncompatibleCheckpointsError, match=match):
+        run(home, recipe(models))
+    assert list_snapshots(home.snapshots) == []
+
+
+def test_weights_of_modules_that_differ_between_models_are_refused(
     home: Warehouse, models: Path
 ) -> None:
-    add_modules(models / "base")
-    add_modules(models / "expert_00")
+    dense = [add_modules(models / name) / "2_Dense" for name in ("base", "expert_00")]
+    kept = (dense[1] / "model.safetensors").read_bytes()
+    save_file({"linear.weight": torch.ones(4, 4)}, dense[1] / "model.safetensors")
+    refused(home, models, r"expert_00, 2_Dense/model\.safetensors.* found other bytes.*make the")
+    (dense[1] / "model.safetensors").rename(dense[1] / "pytorch_model.bin")
+    refused(home, models, r"expert_00, 2_Dense/pytorch_model\.bin.* found no such file there")
+    (dense[1] / "model.safetensors").write_bytes(kept)
     assert not any("2_Dense" in w for w in run(home, recipe(models)).plan.warnings)
-    save_file({"linear.weight": torch.ones(4, 4)}, models / "expert_00/2_Dense/model.safetensors")
+
+
+def test_weights_of_modules_that_only_an_expert_has_are_refused(
+    home: Warehouse, models: Path
+) -> None:
+    expert = add_modules(models / "expert_00")
+    refused(home, models, r"expert_00, 2_Dense/model\.safetensors.* without modules\.json")
+    (expert / "modules.json").unlink()
+    run(home, recipe(models))
+
+
+def test_pickled_modules_and_other_settings_are_named(home: Warehouse, models: Path) -> None:
+    dense = [add_modules(models / name) / "2_Dense" for name in ("base", "expert_00")]
+    (dense[1] / "config.json").write_text("{}")
     warnings = run(home, recipe(models)).plan.warnings
-    assert any("expert_00 has other 2_Dense/model.safetensors than base" in w for w in warnings)
-    dense = models / "base" / "2_Dense"
-    (dense / "model.safetensors").rename(dense / "pytorch_model.bin")
+    assert any("expert_00 has other 2_Dense/config.json than base" in w for w in warnings)
+    for folder in dense:
+        (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     warnings = run(home, recipe(models)).plan.warnings
     assert any("2_Dense/pytorch_model.bin of base is pickled" in w for w in warnings)
+    (dense[1] / "pytorch_model.bin").write_bytes(b"other")
+    with pytest.raises(IncompatibleCheckpointsError, match=r"2_Dense/pytorch_model\.bin"):
+        run(home, recipe(models))
 
 
 def test_chat_templates_beside_the_own_go_with_their_tokenizer(
