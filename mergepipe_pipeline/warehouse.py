@@ -6,6 +6,7 @@ A store holds no state of its own, so that one warehouse may be kept for as long
 from __future__ import annotations
 
 import os
+import re
 import time
 import uuid
 from collections.abc import Iterator
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from mergepipe_pipeline.snapshots.mirror import Mirror
 
 ENVIRONMENT = "MERGEPIPE_HOME"
+#: What begins with a scheme, though a path may have lost a slash of it, or stand below a folder.
+_ADDRESS = re.compile(r"^[a-z][a-z0-9+.-]+:/|/(?:s3|gs|az|hf|https?):/", re.IGNORECASE)
 #: The variable that names the bucket which results are published to.
 BUCKET = "MERGEPIPE_BUCKET"
 DEFAULT = "warehouse"
@@ -100,12 +103,14 @@ class Warehouse:
         """The warehouse at `root`, or where MERGEPIPE_HOME says, or `./warehouse`; absolute.
 
         In one that its group may write, what this process makes is the group's, too.
-        Raises MergePipeError for a place that cannot be, as an empty name or `~nobody`.
+        Raises MergePipeError for a place that cannot be, as an empty name, `~nobody` or an address.
         """
         chosen = os.environ.get(ENVIRONMENT, DEFAULT) if root is None else root
         try:
             if not str(chosen):
                 raise RuntimeError("an empty name")
+            if _ADDRESS.search(str(chosen)):
+                raise RuntimeError("an address; `push` takes results to buckets and to the hub")
             warehouse = Warehouse(Path(chosen).expanduser().resolve())
         except RuntimeError as error:  # from pathlib, for ~ of a user that is not there, and loops
             raise MergePipeError(
@@ -113,7 +118,7 @@ class Warehouse:
                 where=f"--home or {ENVIRONMENT}, {str(chosen)!r}",
                 expected="a folder",
                 found=str(error),
-                next_step="give another folder",
+                next_step="give another folder, on this machine or mounted",
             ) from error
         share_as(warehouse.root)
         return warehouse

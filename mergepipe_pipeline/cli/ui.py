@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import socket
 import sys
 from dataclasses import asdict, replace
@@ -59,6 +60,8 @@ def ui(console: Console, host: str, port: int) -> None:
     modules = ["dagster", "dev"] if other is None else ["dagster_webserver"]
     ends = f"its sensors run at {other}; Ctrl-C ends this UI alone" if other else "Ctrl-C ends it"
     click.echo(f"{url} shows {warehouse.root}; {ends}", err=True)
+    # Shells have background jobs of scripts ignore it, and Dagster does with SIGTERM as with this.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.execve(
         sys.executable,
         [sys.executable, "-m", *modules, "-w", str(workspace), "--host", host, "--port", str(port)],

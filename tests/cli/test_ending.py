@@ -285,7 +285,9 @@ def test_a_reason_that_is_not_utf8_changes_nothing(
     assert "\x1b" not in call("history", "live", "--home", home).stdout
 
 
-@pytest.mark.parametrize("place", ["", "~no-such-user/w"])
+@pytest.mark.parametrize(
+    "place", ["", "~no-such-user/w", "s3://bucket/w", "GS:/bucket/w", "file:///w", "at/hf:/org/w"]
+)
 def test_a_warehouse_without_a_place_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:

@@ -69,9 +69,11 @@ class Daemon:
         *,
         ui: Literal["dg", "mergepipe"] | None = None,
         environment: dict[str, str] | None = None,
+        sigint: Any = signal.default_int_handler,
     ) -> None:
         self.workspace = REPOSITORY / "workspace.yaml"
         self.home, self.folder, self._ui = home, home.root / "dagster", ui
+        self._sigint = sigint
         self.folder.mkdir(exist_ok=True)
         self.port = free_port()
         self._environment = {
@@ -120,7 +122,7 @@ class Daemon:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 # Where tests run in the background, SIGINT is ignored, and children inherit that.
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+                preexec_fn=lambda: signal.signal(signal.SIGINT, self._sigint),
             )
         self._sessions.append(self._process.pid)
 
