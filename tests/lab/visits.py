@@ -6,7 +6,7 @@ function called. Each entry into another module than the last one is a *stay*; a
 room than the one before is a *climb*; a stay in a module that was entered before is a *return*. A
 room is a folder of the package or a module at its top, one floor above the highest room that it
 imports. A function is followed once. A method is found by its name where one class alone has it:
-calls through protocols are not followed.
+calls through protocols are not followed, nor are those of literals and of what other packages have.
 """
 
 from __future__ import annotations
@@ -42,11 +42,15 @@ class Place:
 
 @dataclass
 class House:
-    """The functions of all modules, what names mean in each, and each module's floor."""
+    """The functions of all modules, what names mean in each, and each module's floor.
+
+    `foreign` are the names in each module of what other packages have.
+    """
 
     functions: dict[Place, Function] = field(default_factory=dict)
     methods: dict[str, list[Place]] = field(default_factory=lambda: defaultdict(list))
     imports: dict[str, dict[str, str]] = field(default_factory=dict)
+    foreign: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     floors: dict[str, int] = field(default_factory=dict)
 
     @classmethod
@@ -74,6 +78,9 @@ class House:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE):
                 for alias in node.names:
                     names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                plain = (alias.asname or alias.name.partition(".")[0] for alias in node.names)
+                self.foreign[module].update(plain)
         for node in tree.body:
             if isinstance(node, Function):
                 self.functions[Place(module, node.name)] = node
@@ -97,6 +104,13 @@ class House:
                     return place
             return None
         if isinstance(func, ast.Attribute):
+            receiver = func.value
+            while isinstance(receiver, ast.Attribute):
+                receiver = receiver.value
+            if isinstance(receiver, ast.Constant | ast.JoinedStr):
+                return None
+            if isinstance(receiver, ast.Name) and receiver.id in self.foreign[module]:
+                return None
             if isinstance(func.value, ast.Name):
                 owner, _, name = self.imports[module].get(func.value.id, "").rpartition(".")
                 for place in (
@@ -176,12 +190,16 @@ def _in_order(body: list[ast.stmt]) -> Iterator[ast.AST]:
 
 
 def _inner_first(node: ast.AST) -> Iterator[ast.AST]:
-    if isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp):
-        for generator in node.generators:
-            yield from _inner_first(generator)
-    for child in ast.iter_child_nodes(node):
+    children = list(ast.iter_child_nodes(node))
+    if isinstance(node, ast.For):  # each round begins with its target
+        yield from _inner_first(node.iter)
+        yield node
+        children = [*node.body, *node.orelse]
+    # What a comprehension runs over is written behind what it makes of it.
+    for child in sorted(children, key=lambda c: not isinstance(c, ast.comprehension)):
         yield from _inner_first(child)
-    yield node
+    if not isinstance(node, ast.For):
+        yield node
 
 
 def _bound(node: ast.AST, held: set[str]) -> set[str]:
