@@ -26,8 +26,10 @@ from mergepipe_pipeline.catalog.seals import (
     version,
     write_sealed,
 )
-from mergepipe_pipeline.digest import digest_json
+from mergepipe_pipeline.digest import SEGMENT_DIGEST_NBYTES, digest_json
+from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.domain.segments import COARSE_ELEMS, Segments
+from mergepipe_pipeline.errors import CorruptionError
 
 #: A row is a tensor; `fine` is null where no grid has asked for such short segments.
 SEGMENTS = pa.schema(
@@ -104,6 +106,19 @@ class ContentFiles:
         """The digests of segments of one length."""
         return SegmentFiles(self._files(), "coarse" if segment_elems == COARSE_ELEMS else "fine")
 
+    def wrong_elements(self, entry: TensorEntry, read: Segments) -> str:
+        """Say which elements of a tensor that was read are not as known, where segments are."""
+        n = read.segment_elems
+        recorded = self.segments(n)
+        if entry.name not in recorded:
+            return ""
+        old = Segments(n, recorded[entry.name])
+        count = len(read.digests) // SEGMENT_DIGEST_NBYTES
+        wrong = [i for i in range(count) if read.of(i, i + 1) != old.of(i, i + 1)]
+        if not wrong:
+            return ""
+        return f", elements {wrong[0] * n} to {min((wrong[-1] + 1) * n, entry.numel)}"
+
     def _files(self) -> list[Path]:
         return [*find_sealed(self._folder, self._id + _PART), *find_sealed(self._folder, self._id)]
 
@@ -160,6 +175,22 @@ class SegmentFiles:
     def _known(self, table: pa.Table) -> dict[str, bytes]:
         rows = zip(*(table[column].to_pylist() for column in self._columns), strict=True)
         return {name: digests for name, digests in rows if digests is not None}
+
+
+def refuse_changed(
+    known: Mapping[str, str], checkpoint: Checkpoint, tensor: str, content: str
+) -> None:
+    """Raise CorruptionError if a tensor that was read has other content than is known."""
+    if known.get(tensor, content) != content:
+        raise CorruptionError(
+            "An input's bytes are not those that were analysed",
+            where=f"{checkpoint.root}, tensor {tensor}",
+            expected=f"content {known[tensor][:16]}",
+            found=f"{content[:16]}, in a file of the same size and time",
+            next_step="if the file is damaged, copy it again; if it is another model, or the "
+            "change is meant, give it a time of its own: `touch` it, or merge a copy that `cp -r` "
+            "makes",
+        )
 
 
 def _row(name: str, levels: Sequence[Segments]) -> Row:

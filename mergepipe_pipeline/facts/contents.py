@@ -17,8 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.catalog.contents import refuse_changed
 from mergepipe_pipeline.catalog.places import PlaceFiles
-from mergepipe_pipeline.digest import SEGMENT_DIGEST_NBYTES, digest_json
+from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.segments import Segments, levels_for
@@ -117,29 +118,17 @@ class Contents:
         with self._progress.task(f"verify {checkpoint.name}", checkpoint.nbytes) as advance:
             taken = digest_checkpoint(checkpoint, advance)
         for name, (segments,) in taken.items():
-            if known.get(name, segments.content) != segments.content:
-                error = _changed(checkpoint, name, known[name], segments.content)
-                error.where = f"{error.where}{self.wrong_elements(name, segments)}"
+            try:
+                refuse_changed(known, checkpoint, name, segments.content)
+            except CorruptionError as error:
+                elements = self._files.wrong_elements(checkpoint.by_name[name], segments)
+                error.where = f"{error.where}{elements}"
                 first = self.places.first()
                 if first is not None and first.root != checkpoint.root:
                     error.expected = f"{error.expected}, as it was read at {first.root}"
-                raise error
+                raise
         if self._files.all_known() is None:
             self._files.put(taken, checkpoint.by_name)
-
-    def wrong_elements(self, tensor: str, segments: Segments) -> str:
-        """Say which elements of a tensor are not what they were, where the catalog knows it."""
-        n = segments.segment_elems
-        recorded = self._files.segments(n)
-        if tensor not in recorded:
-            return ""
-        old = Segments(n, recorded[tensor])
-        count = len(segments.digests) // SEGMENT_DIGEST_NBYTES
-        wrong = [i for i in range(count) if segments.of(i, i + 1) != old.of(i, i + 1)]
-        if not wrong:
-            return ""
-        stop = min((wrong[-1] + 1) * n, self._checkpoint.by_name[tensor].numel)
-        return f", elements {wrong[0] * n} to {stop}"
 
 
 def content_of(catalog: Catalog, checkpoint: Checkpoint) -> str:
@@ -151,22 +140,3 @@ def content_of(catalog: Catalog, checkpoint: Checkpoint) -> str:
     if checkpoint.kind == "full":
         return tensors
     return digest_json([tensors, checkpoint.kind, checkpoint.adapter_config])
-
-
-def refuse_changed(
-    known: Mapping[str, str], checkpoint: Checkpoint, tensor: str, content: str
-) -> None:
-    """Raise CorruptionError if a tensor that was read has other content than is known."""
-    if known.get(tensor, content) != content:
-        raise _changed(checkpoint, tensor, known[tensor], content)
-
-
-def _changed(checkpoint: Checkpoint, tensor: str, known: str, content: str) -> CorruptionError:
-    return CorruptionError(
-        "An input's bytes are not those that were analysed",
-        where=f"{checkpoint.root}, tensor {tensor}",
-        expected=f"content {known[:16]}",
-        found=f"{content[:16]}, in a file of the same size and time",
-        next_step="if the file is damaged, copy it again; if it is another model, or the change "
-        "is meant, give it a time of its own: `touch` it, or merge a copy that `cp -r` makes",
-    )

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import asdict
 from threading import RLock
 
-from mergepipe_pipeline.catalog.contents import SegmentFiles
+from mergepipe_pipeline.catalog.contents import SegmentFiles, refuse_changed
 from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
@@ -20,7 +20,7 @@ from mergepipe_pipeline.domain.plan import LayerTask, MergePlan, Source
 from mergepipe_pipeline.domain.segments import COARSE_ELEMS, Segments, segment_elems_for
 from mergepipe_pipeline.domain.view import Part, TensorView, parts_of, sources_of, view_of_part
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.facts.contents import Contents, refuse_changed
+from mergepipe_pipeline.facts.contents import Contents
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.warehouse import Warehouse
 

@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from mergepipe_pipeline.catalog.contents import refuse_changed
 from mergepipe_pipeline.catalog.pairs import Content, Origin, Pair
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.threads import release_freed
@@ -21,7 +22,7 @@ from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.model import Model, view_digest
 from mergepipe_pipeline.domain.segments import Segments
 from mergepipe_pipeline.domain.stats import TensorStats
-from mergepipe_pipeline.facts.contents import Contents, refuse_changed
+from mergepipe_pipeline.facts.contents import Contents
 from mergepipe_pipeline.facts.input_segments import made_place, pass_inputs
 
 if TYPE_CHECKING:

@@ -19,7 +19,6 @@ from mergepipe_pipeline.errors import (
     MergePipeError,
 )
 from mergepipe_pipeline.execution.lookup import provenance_of
-from mergepipe_pipeline.facts.contents import Contents
 from mergepipe_pipeline.facts.offline import present_root
 from mergepipe_pipeline.facts.side_file_digests import missing_files, refuse_changed_file
 from mergepipe_pipeline.integrity.auditor import Auditor
@@ -159,7 +158,8 @@ def _verify(
             continue
         wrong = {t: s for t, (s,) in by_tensor.items() if s.content != digests.get(t)}
         for tensor, segments in wrong.items():
-            elements = Contents(warehouse, checkpoint).wrong_elements(tensor, segments)
+            known = warehouse.catalog.contents(checkpoint.checkpoint_id)
+            elements = known.wrong_elements(checkpoint.by_name[tensor], segments)
             place = f"{path}, tensor {tensor}{elements}"
             error = _changed(place, digests.get(tensor), segments.content)
             audit.report("inputs", path, error)
