@@ -67,8 +67,7 @@ def gather(
     if (for_parts or recipe.strategy in (None, PACKS)) and not resolved.request.no_packs:
         from mergepipe_pipeline.execution.packs import find_packs
 
-        originals = resolved.originals
-        packs = find_packs(warehouse.packs, digests.get, models, merged, grid, originals)
+        packs = find_packs(warehouse.packs, digests.get, models, merged, grid, resolved.originals)
     stats = _stats(experts)
     measured = measured_facts(warehouse, recipe, models, merged, progress)
     facts = TensorFacts(measured=measured, chosen=_choose_operators(recipe, merged, measured))
