@@ -127,7 +127,7 @@ def _show_steps(console: Console, steps: Steps) -> None:
 @click.option("--remove", multiple=True, help="A tag to take away.")
 @verb
 def tag(console: Console, name: str, add: tuple[str, ...], remove: tuple[str, ...]) -> None:
-    """Change the tags of a checkpoint's name, or show them: recipes select experts by them."""
+    """Change or show the tags by which recipes select a checkpoint."""
     from mergepipe_pipeline.verbs.register import tag as run
 
     tags = sorted(run(console.existing, name, add, remove))
@@ -148,7 +148,10 @@ def analyze(
     block_elems: int | None,
     is_packed: bool,
 ) -> None:
-    """Read experts once against their base and remember block statistics (default: all names)."""
+    """Read experts once against their base and remember statistics.
+
+    Without NAMES, all.
+    """
     from mergepipe_pipeline.verbs.analyze import analyze as run
 
     console.tell_of_compilation()
@@ -211,7 +214,7 @@ def analyze(
 def sql(
     console: Console, query: str | None, timeout_s: int, memory_mib: int, target: Path | None
 ) -> None:
-    """Query the catalog with SQL; without a query, list the views and their columns."""
+    """Query the catalog with SQL, or list its views and their columns."""
     from mergepipe_pipeline.catalog.queries import Limits
     from mergepipe_pipeline.catalog.views import VIEWS
     from mergepipe_pipeline.verbs.ls import export
@@ -251,10 +254,10 @@ def _view_lines(name: str, view: View) -> tuple[str, ...]:
 def land(
     console: Console, path: str, name: str | None, link: bool, tags: tuple[str, ...], is_run: bool
 ) -> None:
-    """Put a checkpoint into the inbox whole; it replaces an older version of its name.
+    """Put a checkpoint into the inbox whole.
 
-    PATH is a folder or an address, as hf://org/model. Of a training run's folder, every whole
-    checkpoint lands that is not there yet, as RUN.step-STEP.
+    It replaces an older version of its name. PATH is a folder or an address, as hf://org/model. Of
+    a training run's folder, every whole checkpoint lands that is not there yet, as RUN.step-STEP.
     """
     from mergepipe_pipeline.verbs.land import land as run
     from mergepipe_pipeline.verbs.runs import holds_run, land_run
@@ -278,7 +281,7 @@ def land(
 @click.option("--release", is_flag=True, help="Let this content in again.")
 @verb
 def quarantine(console: Console, name: str, reason: str, release: bool) -> None:
-    """Keep an expert's present content out of standing recipes until it changes.
+    """Keep an expert's present content out of standing recipes.
 
     Recipes that name it wait, and what their refs name stays live.
     """
@@ -307,10 +310,11 @@ def pack(
     is_replaced: bool,
     cold: str | None,
 ) -> None:
-    """Write experts' deltas once in tiers, so that merges read a part (default: all experts).
+    """Write experts' deltas once in tiers, so that merges read a part.
 
-    What is not analysed is analysed first; tensors that an older pack has are taken over. A merge
-    under a budget then buys levels instead of whole blocks, and an exact one reads X20 and X.
+    Without NAMES, all. What is not analysed is analysed first; tensors that an older pack has are
+    taken over. A merge under a budget then buys levels instead of whole blocks, and an exact one
+    reads X20 and X.
     """
     from mergepipe_pipeline.verbs.pack import pack as run
     from mergepipe_pipeline.verbs.replace import move_to_cold
@@ -378,7 +382,7 @@ def estimate_lines(estimates: Sequence[PackEstimate], label: str) -> list[str]:
 )
 @verb
 def unpack(console: Console, name: str, to: str | None) -> None:
-    """Make the weight files that `pack --replace` moved away again, bit for bit.
+    """Make the weight files that `pack --replace` moved away again.
 
     NAME@VERSION, or NAME@ and the start of a checkpoint id, is an older version of it.
     """

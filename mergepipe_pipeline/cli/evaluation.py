@@ -63,7 +63,10 @@ def _record(warehouse: Warehouse, evaluation: Evaluation) -> dict[str, Any]:
 @click.option("--fresh", is_flag=True, help="Measure again what was measured before.")
 @verb
 def evaluate(console: Console, snapshot: str, recipe: str, fresh: bool) -> None:
-    """Measure a snapshot, and keep what was measured; no ref changes."""
+    """Measure a snapshot, and keep what was measured.
+
+    No ref changes.
+    """
     from mergepipe_pipeline.execution.lookup import snapshot_of
     from mergepipe_pipeline.quality.measure import evaluate as run
     from mergepipe_pipeline.resolution.recipe_text import load_recipe
@@ -97,7 +100,10 @@ def evaluate(console: Console, snapshot: str, recipe: str, fresh: bool) -> None:
 def promote(
     console: Console, snapshot: str, ref: str, recipe: str | None, force: str | None
 ) -> None:
-    """Publish a snapshot if it passes the gate of a recipe; it is measured if it was not yet."""
+    """Publish a snapshot if it passes the gate of a recipe.
+
+    It is measured if it was not yet.
+    """
     from mergepipe_pipeline.verbs.gate import promote as run
 
     done = run(
@@ -176,7 +182,7 @@ def _bisection_lines(done: Bisection) -> Sequence[str]:
 @click.option("--dry-run", is_flag=True, help="State the cost of the whole search, and end.")
 @verb
 def search(console: Console, file: str, dry_run: bool) -> None:
-    """Search the weights of a merge, layer by layer, for several objectives at once.
+    """Search the weights of a merge for several objectives at once.
 
     The cost of the whole search is stated first. Each candidate is merged and measured, and what
     lies on the front in the end is published as SEARCH.1, SEARCH.2 and so on. Run again after an
@@ -242,7 +248,7 @@ def _teller(console: Console, search: Search) -> Any:
 @picture_option("the front")
 @verb
 def front(console: Console, name: str, png_file: str | None) -> None:
-    """Show the front of a search that has begun, given by its name or its file."""
+    """Show the front of a search that has begun."""
     from mergepipe_pipeline.verbs import search as verbs
 
     results = verbs.front(console.warehouse, _search(console, name))

@@ -68,7 +68,7 @@ _CHANGES: dict[str, Callable[[Change], str]] = {
 @picture_option("a heat map of what is read")
 @verb
 def explain(console: Console, what: str, by: str, png_file: str | None) -> None:
-    """Show what a plan reads of each expert, what that loses, and what came of it.
+    """Show what a plan reads of each expert, and what that loses.
 
     WHAT is a plan, a snapshot or a ref. By tensor also which operator makes each. Of a snapshot,
     what was expected stands beside what came, and how far it is from the full merge once `compare`
@@ -143,7 +143,7 @@ def _snapshot_lines(
 @click.argument("full", required=False)
 @verb
 def compare(console: Console, snapshot: str, full: str | None) -> None:
-    """Measure how far a snapshot is from the full merge, or from another snapshot FULL.
+    """Measure how far a snapshot is from the full merge or another.
 
     Both are read once; the result is remembered and stands in `explain` from then on. Without FULL
     the snapshot of the same recipe without a budget is looked for.
@@ -179,7 +179,7 @@ def _comparison_lines(comparison: Comparison) -> list[str]:
 @click.option("--by", type=click.Choice(["layer", "tensor"]), default="layer", show_default=True)
 @verb
 def diff(console: Console, before: str, after: str, by: str) -> None:
-    """Show what changed from snapshot BEFORE to AFTER: inputs, settings, files, weights.
+    """Show what changed from one snapshot to another.
 
     Each is an id, a prefix, a ref, REF@VERSION, or the folder of a snapshot. Layers that both share
     are not read.
@@ -249,7 +249,7 @@ def curve(
     png_file: str | None,
     **planning: Any,
 ) -> None:
-    """Predict what every budget would lose, for all strategies, from statistics alone.
+    """Predict what every budget would lose, from statistics alone.
 
     Experts that were not analysed yet are read once; then no weight is read. The knee is where the
     curve of the recipe's strategy hangs farthest below the straight line between its ends: bytes
@@ -322,7 +322,7 @@ def _curve_lines(recipe_curve: RecipeCurve) -> list[str]:
 @picture_option("heat maps of all stages")
 @verb
 def conflicts(console: Console, recipe: str, by: str, most: int, png_file: str | None) -> None:
-    """Show how a recipe's experts agree and differ, from statistics alone.
+    """Show how a recipe's experts agree and differ.
 
     Experts that were not analysed yet are read once; then no weight is read. Figures are of deltas
     as they are, without the recipe's weights; errors are standard errors.

@@ -108,7 +108,7 @@ def of_recipe(
 @planning_options
 @verb
 def check(console: Console, recipe: str, **planning: Any) -> None:
-    """Show every problem of a recipe and its full cost, from headers alone.
+    """Show every problem of a recipe and its cost, from headers alone.
 
     Of experts that are analysed and not packed, what packs would take and save, from samples.
     """
@@ -172,7 +172,7 @@ def _stage_lines(resolved: ResolvedRecipe, packed: PackedCost | None) -> tuple[s
 @download_options
 @verb
 def plan(console: Console, recipe: str, **planning: Any) -> None:
-    """Decide what to read under the budget, and print the bound on what that costs."""
+    """Decide what to read under the budget, and print what that costs."""
     from mergepipe_pipeline.execution.egress import egress_of_plan
     from mergepipe_pipeline.execution.stages import plan_in_stages
     from mergepipe_pipeline.execution.sums import slid_nbytes
@@ -296,10 +296,10 @@ def bound_text(made: MergePlan) -> str:
 def merge(
     console: Console, recipe: str, out: str | None, shard_size: str | None, **asked: Any
 ) -> None:
-    """Plan and merge a recipe into a snapshot; registers and analyses what is not known yet.
+    """Plan and merge a recipe into a snapshot.
 
-    A recipe with `evaluate:` measures the result; with `gate:`, what does not pass gets neither
-    folder nor ref.
+    What is not known yet is registered and analysed. A recipe with `evaluate:` measures the result;
+    with `gate:`, what does not pass gets neither folder nor ref.
     """
     from mergepipe_pipeline.engine.options import EngineOptions
     from mergepipe_pipeline.verbs.merge import export

@@ -32,7 +32,7 @@ _INPUTS: tuple[Scope, ...] = ("inputs",)
 @click.option("--expect", "expected", type=int, help="Refuse unless this is the current version.")
 @verb
 def publish(console: Console, snapshot: str, ref: str, reason: str, expected: int | None) -> None:
-    """Make a ref name a snapshot, after checking every byte of it.
+    """Make a ref name a snapshot, after checking every byte.
 
     SNAPSHOT is an id, a unique prefix of one, a ref, or REF@VERSION.
     """
@@ -126,7 +126,7 @@ def gc(
     unpublished: bool,
     bucket: bool,
 ) -> None:
-    """Remove what nobody needs: old staging, stages, unreferenced objects and actions."""
+    """Remove what nobody needs: staging, stages, objects, actions."""
     from mergepipe_pipeline.verbs.gc import AGE_S, BUCKET_AGE_S, collect, collect_bucket
 
     if bucket and (keep_versions or unpublished):
@@ -178,7 +178,7 @@ def _paths(ctx: click.Context, option: click.Parameter, values: Sequence[str]) -
 def replay(
     console: Console, snapshot: str, inputs: dict[str, str], keep: str | None, threads: int | None
 ) -> None:
-    """Merge a snapshot again from its own record, without any cache, and compare every bit.
+    """Merge a snapshot again from its record, and compare every bit.
 
     SNAPSHOT is an id, a prefix, a ref, REF@VERSION, or the folder of a snapshot. Its inputs are
     found by name or where they were, and must have the content that was merged. Needs room for the
@@ -236,10 +236,11 @@ def push(
     with_packs: bool,
     **how: Any,
 ) -> None:
-    """Send a snapshot's model to hf://ORG/MODEL[@BRANCH] or s3://BUCKET/PREFIX (gs://, az://).
+    """Send a snapshot's model to the hub or a bucket.
 
-    Every byte is checked first. What is there already is not sent again, so that a push that was
-    stopped goes on; readers see the whole model or none.
+    ADDRESS is hf://ORG/MODEL[@BRANCH] or s3://BUCKET/PREFIX (gs://, az://). Every byte is checked
+    first. What is there already is not sent again, so that a push that was stopped goes on; readers
+    see the whole model or none.
     """
     from mergepipe_pipeline.verbs.push import push as run
     from mergepipe_pipeline.verbs.push_pack import packed_experts, push_pack
@@ -279,7 +280,7 @@ def _pushed_lines(done: PushResult, *, dry_run: bool) -> list[str]:
 )
 @verb
 def pull(console: Console, snapshot: str, source: str | None) -> None:
-    """Take a snapshot that any warehouse published in the bucket, by ref, REF@VERSION or id.
+    """Take a snapshot from the bucket, by ref, REF@VERSION or id.
 
     It is a snapshot of this warehouse then; no ref here changes.
     """
@@ -301,9 +302,10 @@ def pull(console: Console, snapshot: str, source: str | None) -> None:
 @click.option("--base", help="Name of their base here (default: as where they were packed).")
 @verb
 def pull_pack(console: Console, address: str, experts: tuple[str, ...], base: str | None) -> None:
-    """Take experts' packs that `push --pack` sent (default: all there), and merge from their tiers.
+    """Take experts' packs that `push --pack` sent.
 
-    Their base must be here. Their own files need not: `unpack` makes them.
+    Without EXPERTS, all there. Their base must be here. Their own files need not: `unpack` makes
+    them.
     """
     from mergepipe_pipeline.verbs.pull_pack import pull_packs as run
 
@@ -339,10 +341,10 @@ def verify(
     scopes: Sequence[Scope],
     inputs: bool,
 ) -> None:
-    """Re-hash every byte of a snapshot (id, prefix, ref, REF@VERSION, a folder of --out), or with
-    --all of all.
+    """Re-hash every byte of a snapshot, or with --all of all.
 
-    Exit 0, or name what is wrong and exit 19.
+    WHAT is an id, a prefix, a ref, REF@VERSION, or a folder of --out. Exit 0, or name what is wrong
+    and exit 19.
     """
     if everything == (what is not None) or (everything and inputs):
         raise click.UsageError("Give a snapshot (with --inputs or not), or --all.")
@@ -397,7 +399,7 @@ def finding_line(finding: Finding) -> str:
 @click.option("--dry-run", is_flag=True, help="Only say what would be taken away.")
 @verb
 def repair(console: Console, dry_run: bool) -> None:
-    """Take away what is wrong and can be found again, and learn it again where inputs are there.
+    """Take away what is damaged, and learn it again where inputs are there.
 
     Catalog, plans, actions and objects go to the warehouse's quarantine folder. Damaged versions of
     names and refs are set aside: the newest good one counts. Snapshots are never touched; what is

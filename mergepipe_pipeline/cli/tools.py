@@ -98,7 +98,7 @@ def convert(console: Console, path: str, out: str | None, dtype: str | None) -> 
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the random sketches.")
 @verb
 def extract_lora(console: Console, dtype: str, **given: Any) -> None:
-    """Write what a fine-tune changed as a PEFT adapter to its base, and say what is lost."""
+    """Write what a fine-tune changed as a PEFT adapter to its base."""
     from mergepipe_pipeline.dtypes import code_from_name
     from mergepipe_pipeline.verbs.tools import extract_lora as run
 
@@ -128,7 +128,7 @@ def extract_lora(console: Console, dtype: str, **given: Any) -> None:
 @click.option("--seed", type=int, default=0, show_default=True, help="Of random gates and noise.")
 @verb
 def moe(console: Console, config: str, out: str | None, seed: int) -> None:
-    """Make a mixture of experts from dense models, as mergekit-moe's YAML asks for."""
+    """Make a mixture of experts from dense models, by mergekit-moe's YAML."""
     from mergepipe_pipeline.verbs.tools import moe as run
 
     done = run(console.place, config, out, seed=seed, progress=console.progress)
@@ -167,7 +167,10 @@ def moe(console: Console, config: str, out: str | None, seed: int) -> None:
 )
 @verb
 def transplant_tokenizer(console: Console, **given: Any) -> None:
-    """Give a model the tokenizer of another: a row for every token, all else as it is."""
+    """Give a model the tokenizer of another.
+
+    There is a row for every token; all else stays as it is.
+    """
     from mergepipe_pipeline.verbs.tools import transplant_tokenizer as run
 
     done = run(console.place, **given, progress=console.progress)
@@ -188,7 +191,7 @@ def _show(console: Console, done: Made, *lines: str) -> None:
 @click.argument("name", required=False)
 @verb
 def ops(console: Console, name: str | None) -> None:
-    """List merge methods with formula, parameters, defaults and source; or one of them."""
+    """List merge methods with formula, parameters and source."""
     from mergepipe_pipeline.operators import OPERATORS
 
     if name not in (None, *OPERATORS):

@@ -31,10 +31,10 @@ from mergepipe_pipeline.errors import MergePipeError
 )
 @verb
 def ui(console: Console, host: str, port: int) -> None:
-    """Run the standing pipeline with Dagster's UI until Ctrl-C; DAGSTER_HOME lies in the warehouse
-    unless the environment names another.
+    """Run the standing pipeline with Dagster's UI until Ctrl-C.
 
-    Where one runs already, this serves one more UI of it.
+    DAGSTER_HOME lies in the warehouse unless the environment names another. Where one runs already,
+    this serves one more UI of it.
     """
     from mergepipe_pipeline.deploy.instance import claim_instance, prepare_instance
     from mergepipe_pipeline.warehouse import ENVIRONMENT

@@ -29,7 +29,7 @@ BENCH = ROOT / "tests" / "lab" / "bench"
 def commands() -> str:
     """Every command with its arguments and the first sentence of its help."""
     rows = [
-        f"| {_cell(f'`mergepipe {name}{_arguments(command)}`')} | {_cell(_sentence(command))} |"
+        f"| {_cell(f'`{name}{_arguments(command)}`')} | {_cell(_sentence(command))} |"
         for name, command in sorted(group.commands.items())
     ]
     return "\n".join(["| command | what it does |", "|---|---|", *rows, ""])

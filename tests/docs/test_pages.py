@@ -29,7 +29,6 @@ ELSEWHERE = {
     'cp -a "$MERGEPIPE_HOME"': "tests/warehouse/test_backup.py",
     "export MERGEPIPE_HOME": "here, and the example's by test_examples",
     'eval "$(_MERGEPIPE_COMPLETE': "test_the_line_for_bash_completes_commands",
-    "_MERGEPIPE_COMPLETE=fish": "click's own: the same door as for bash",
 }
 
 
