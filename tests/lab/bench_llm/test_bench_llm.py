@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(bool(_MISSING), reason=f"the extra `llm` is not installed: {_MISSING}"),
     pytest.mark.filterwarnings("ignore::Warning"),
 ]
-SUMS, KINSHIP = TASKS[0], TASKS[5]
+SUMS, KINSHIP, LOGIC = TASKS[0], TASKS[5], TASKS[6]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_an_expert_that_was_stopped_is_that_of_one_go_and_learns(
     from tests.lab.bench_llm.answers import Model, answered, divergence
     from tests.lab.bench_llm.tune import Schedule, tuned
 
-    few = Schedule(4, 5e-5)
+    few = Schedule(3, 5e-5)
     with pytest.raises(TimeoutError):
         tuned(base, SUMS, few, 0, tmp_path / "stopped", until=0.0)
     parts = tuned(base, SUMS, few, 0, tmp_path / "stopped")
@@ -65,8 +65,7 @@ def test_an_expert_that_was_stopped_is_that_of_one_go_and_learns(
     assert (parts / name).read_bytes() == (whole / name).read_bytes()
     losses = [float(x.split(",")[1]) for x in (whole / "losses.csv").read_text().splitlines()]
     assert losses[-1] < losses[0]
-    tasks = [SUMS, next(task for task in TASKS if task.choices)]
-    before, after = (answered(Model(m, base), "test", tasks, 40) for m in (base, whole))
+    before, after = (answered(Model(m, base), "test", [SUMS, LOGIC], 40) for m in (base, whole))
     assert all(0 <= a.share <= 1 and len(a.right) == 40 for a in before.values())
     assert max(divergence(before, before).values()) < 1e-6 < min(divergence(before, after).values())
 
@@ -79,7 +78,7 @@ def test_right_is_what_greedy_decoding_says_and_nothing_else(base: Path) -> None
     # In bfloat16 the first tokens often tie, and a batch adds up in another order.
     plain, said = _plain(base).float(), []
     tokenizer: Any = AutoTokenizer.from_pretrained(base)
-    for item in SUMS.items("test")[:6]:
+    for item in SUMS.items("test")[:3]:
         ids = tokenizer(item.prompt, return_tensors="pt")["input_ids"]
         made = plain.generate(ids, max_new_tokens=60, do_sample=False)[0, ids.shape[1] :].tolist()
         if (end := tokenizer.eos_token_id) in made:
@@ -105,7 +104,7 @@ def test_choices_in_one_row_are_as_likely_as_each_alone(base: Path) -> None:
         model.lm = model.lm.float()
         found = model.likelihoods(KINSHIP, items)
         for row, item in zip(found, items, strict=True):
-            for likely, choice in zip(row, KINSHIP.choices, strict=True):
+            for likely, choice in list(zip(row, KINSHIP.choices, strict=True))[::5]:
                 one = encoder.batch([Item(item.prompt, f" {choice}")])
                 logits = plain(input_ids=one.ids).logits[0, one.places].float()
                 alone = logits.log_softmax(1).gather(1, one.targets[:, None]).sum()
