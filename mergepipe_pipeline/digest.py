@@ -92,13 +92,19 @@ def blake3_hex(*parts: bytes | memoryview) -> str:
     return hasher.hexdigest()
 
 
-def canonical_json(value: Any) -> bytes:
+def canonical_json(value: Any, default: Callable[[Any], Any] | None = None) -> bytes:
     """The one byte form of a JSON value: sorted keys, no blanks, UTF-8, no NaN.
 
-    Raises ValueError for NaN or infinity and TypeError for what JSON cannot hold.
+    `default` gives a JSON value for what is none. Raises ValueError for NaN or infinity and
+    TypeError for what JSON cannot hold.
     """
     return json.dumps(
-        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+        value,
+        sort_keys=True,
+        separators=(",", ":"),
+        ensure_ascii=False,
+        allow_nan=False,
+        default=default,
     ).encode()
 
 

@@ -9,7 +9,8 @@ one byte.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -111,6 +112,14 @@ def parse_header(
     Raises CheckpointError for anything the format forbids, IncompleteCheckpointError for a file
     that ends before its tensors do.
     """
+    entries, metadata = _parsed(raw, file_nbytes, file)
+    return list(entries), dict(metadata)
+
+
+@lru_cache(maxsize=32)  # the experts of a base have its header
+def _parsed(
+    raw: bytes, file_nbytes: int, file: str
+) -> tuple[Sequence[TensorEntry], Mapping[str, str]]:
     header = _load(raw, file)
     metadata = header.pop("__metadata__", None)
     if metadata is None:

@@ -9,12 +9,12 @@ budget and estimates stay out, so equal work has equal ids wherever and however 
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, field, fields, is_dataclass
+from dataclasses import astuple, dataclass, field, fields
 from functools import cached_property
 from math import isfinite, prod
-from typing import Any, cast
+from typing import Any
 
-from mergepipe_pipeline.digest import digest_json
+from mergepipe_pipeline.digest import canonical_json, digest_json
 from mergepipe_pipeline.domain.blocks import Range, coalesce
 from mergepipe_pipeline.domain.bounds import Number, Size, Text
 from mergepipe_pipeline.domain.codes import stored_as
@@ -105,8 +105,10 @@ class ExpertInput:
     @property
     def differing(self) -> tuple[Range, ...]:
         """The ranges that are read, from wherever; outside, the expert equals the base."""
-        packed = self.packed.ranges if self.packed else ()
-        return coalesce([*self.read, *((r.start_elem, r.stop_elem) for r in packed)])
+        if not self.packed:
+            return self.read
+        packed = ((r.start_elem, r.stop_elem) for r in self.packed.ranges)
+        return coalesce([*self.read, *packed])
 
     @property
     def fetched(self) -> tuple[Range, ...]:
@@ -337,34 +339,27 @@ class MergePlan:
         """Bytes that are read if no layer is reused, the base's included."""
         return self.base_nbytes + self.estimates.expert_bytes_planned
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON material; `forms.record_of` gives an equal plan back."""
-        return cast("dict[str, Any]", plain(self))
+    def to_json(self) -> bytes:
+        """Canonical JSON, of which `forms.record_of` gives an equal plan back."""
+        return canonical_json(self, fields_of)
 
 
-def plain(value: Any) -> Any:
-    """A dataclass as a mapping, all the way down; `asdict` would copy every range and number.
+def fields_of(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass by name; those that are NaN or infinite as texts, "nan" or "-inf".
 
-    Fields that are NaN or infinite are text, as JSON has no such numbers: "nan", "inf", "-inf".
+    JSON has no such numbers. Raises TypeError for what is no dataclass.
     """
-    names = _field_names(type(value))
-    if names:
-        return {
-            name: field if type(field := getattr(value, name)) in _PLAIN else plain(field)
-            for name in names
-        }
-    if isinstance(value, float) and not isfinite(value):
-        return repr(value)
-    if isinstance(value, tuple) and value and _field_names(type(value[0])):
-        return [plain(v) for v in value]
-    return value
+    names = _NAMES.get(type(value)) or _field_names(type(value))
+    found = {name: getattr(value, name) for name in names}
+    for name, field in found.items():
+        if isinstance(field, float) and not isfinite(field):
+            found[name] = repr(field)
+    return found
 
 
-_PLAIN = frozenset({str, int, bool, type(None)})
 _NAMES: dict[type, tuple[str, ...]] = {}
 
 
 def _field_names(kind: type) -> tuple[str, ...]:
-    if kind not in _NAMES:
-        _NAMES[kind] = tuple(f.name for f in fields(kind)) if is_dataclass(kind) else ()
-    return _NAMES[kind]
+    _NAMES[kind] = names = tuple(f.name for f in fields(kind))
+    return names

@@ -123,8 +123,7 @@ def _with_folders(plan: MergePlan, placed: Callable[[str], str]) -> MergePlan:
 
 
 def _recorded(warehouse: Warehouse, plan: MergePlan) -> bytes:
-    recorded = _with_folders(plan, warehouse.roots.recorded).to_json()
-    return seal_line(canonical_json(recorded))
+    return seal_line(_with_folders(plan, warehouse.roots.recorded).to_json())
 
 
 def load_plan(warehouse: Warehouse, plan_id: str) -> MergePlan:

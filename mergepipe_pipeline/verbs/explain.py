@@ -161,11 +161,12 @@ def read_shares(plan: MergePlan, by: str) -> list[ReadShare]:
         for task in layer.tasks:
             place = {"expert": "", "layer": layer.name, "tensor": task.name}[by]
             for e in task.experts:
-                itemsize = e.view.stored_nbytes // max(1, e.view.numel)
                 row = sums.setdefault((_name(plan, e), place), [0, 0, 0, 0])
                 row[0] += e.view.nbytes
                 row[1] += e.read_nbytes
-                row[2] += (total_elems(e.covered) - total_elems(e.differing)) * itemsize
+                if e.differing != e.covered:
+                    itemsize = e.view.stored_nbytes // max(1, e.view.numel)
+                    row[2] += (total_elems(e.covered) - total_elems(e.differing)) * itemsize
                 row[3] += e.packed.nbytes if e.packed else 0
     return [ReadShare(expert, place, *counts) for (expert, place), counts in sums.items()]
 

@@ -202,7 +202,7 @@ def test_an_expert_is_named_by_what_it_holds(family: Family) -> None:
 
 def test_plans_of_every_kind_of_view_survive_their_json(family: Family) -> None:
     plan = family.plan(0.4)
-    again = record_of(MergePlan, json.loads(json.dumps(plan.to_json())))
+    again = record_of(MergePlan, json.loads(plan.to_json()))
     assert again == plan
     assert again.plan_id == plan.plan_id
 

@@ -96,7 +96,7 @@ def test_a_merge_from_packs_errs_as_its_plan_predicts_and_never_more_than_its_bo
         assert found.predicted_error == pytest.approx(error, rel=0.1)
     # Votes and trims are tried on 64 elements of each block: near, without a promise how near.
     assert error / 2 <= found.predicted_error <= error * 2
-    assert record_of(MergePlan, json.loads(json.dumps(outcome.plan.to_json()))) == outcome.plan
+    assert record_of(MergePlan, json.loads(outcome.plan.to_json())) == outcome.plan
 
 
 @pytest.mark.parametrize("method", [*dict.fromkeys(METHODS), *EXACT])
