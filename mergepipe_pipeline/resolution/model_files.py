@@ -6,6 +6,7 @@ The recipe, the models' configs and the output's tensors decide; `execution.asse
 from __future__ import annotations
 
 from base64 import b64decode, b64encode
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -276,6 +277,8 @@ def _modules(template: Checkpoint, models: Sequence[Model]) -> Iterator[str]:
 
 def _module_digests(checkpoint: Checkpoint) -> tuple[dict[str, str], list[str]]:
     """SHA-256 of each file of the modules beside a model by name, and which of them are pickled."""
+    if not is_address(checkpoint.root) and not os.path.exists(checkpoint.root):
+        return {}, []  # of a stored plan, whose curve is drawn
     with open_source(checkpoint.root) as source:
         stamps = [s for s in side_stamps(source, checkpoint.root) if is_module(s.file)]
         pickled = [SideStamp(n, source.size(n), 0) for n in pickled_modules(source)]
