@@ -351,9 +351,9 @@ def fields_of(value: Any) -> dict[str, Any]:
     """
     names = _NAMES.get(type(value)) or _field_names(type(value))
     found = {name: getattr(value, name) for name in names}
-    for name, field in found.items():
-        if isinstance(field, float) and not isfinite(field):
-            found[name] = repr(field)
+    for name, number in found.items():
+        if isinstance(number, float) and not isfinite(number):
+            found[name] = repr(number)
     return found
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mergepipe_pipeline.digest import canonical_json, seal_line, sha256_hex, unseal, unseal_line
+from mergepipe_pipeline.digest import seal_line, sha256_hex, unseal, unseal_line
 from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.domain.request import Request, RequestedModel
 from mergepipe_pipeline.domain.snapshot import MANIFEST, PROVENANCE, Snapshot

@@ -5,8 +5,8 @@ The recipe, the models' configs and the output's tensors decide; `execution.asse
 
 from __future__ import annotations
 
-from base64 import b64decode, b64encode
 import os
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
