@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from mergepipe_pipeline.api import Catalog, Planner
-from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError, RecipeError
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.verbs.check import check
@@ -86,8 +86,8 @@ def test_a_merge_says_by_which_selector_each_expert_came_and_is_made_again_by_th
     by = "models[1]: match chat-*"
     assert rows == [("base", None), *((f"chat-{i}", by) for i in range(3)), ("chat-3", None)]
     assert replay(known, made.snapshot.snapshot_id).snapshot_id == made.snapshot.snapshot_id
-    stored = MergePlan.to_json(made.plan)["request"]["selected"]
-    assert stored[0]["taken"] == ("chat-0", "chat-1", "chat-2")
+    stored = json.loads(made.plan.to_json())["request"]["selected"]
+    assert stored[0]["taken"] == ["chat-0", "chat-1", "chat-2"]
     of_plan = curve_of_plan(known, made.plan)
     assert of_plan is not None
     assert of_plan.curve.nbytes_total == made.plan.estimates.expert_bytes_total
