@@ -4,8 +4,6 @@ Loaded by `workspace.yaml`. Loading reads recipe files and the catalog, never a 
 import torch.
 """
 
-from collections.abc import Callable
-
 import dagster as dg
 
 from mergepipe_pipeline.assets.metadata import description
@@ -28,6 +26,7 @@ from mergepipe_pipeline.sensors.reload import (
     files_token,
     spreading,
 )
+from mergepipe_pipeline.sensors.ticks import IsKnown
 from mergepipe_pipeline.settings import SHARDS
 from mergepipe_pipeline.verbs.search import standing_searches
 from mergepipe_pipeline.warehouse import Warehouse
@@ -36,7 +35,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 def build_definitions(
     home: Warehouse,
     mergepipe: MergePipe | None = None,
-    is_known: Callable[[], bool] = lambda: True,
+    is_known: IsKnown = lambda context: True,
     shards: int | None = None,
 ) -> dg.Definitions:
     """The definitions of one warehouse, with its resource (by default as the environment says).

@@ -11,6 +11,7 @@ from mergepipe_pipeline.assets.running import WRITE_POOL
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.sensors.ticks import (
+    IsKnown,
     ACTIVE,
     ATTEMPT_TAG,
     LOADING,
@@ -32,7 +33,7 @@ _EVENT_TAG = "mergepipe/event"
 def build_landing_sensor(
     makers: Mapping[str, Maker],
     job: dg.JobDefinition,
-    is_known: Callable[[], bool],
+    is_known: IsKnown,
     place: Place,
     of: str = "{}",
 ) -> dg.SensorDefinition:
@@ -53,7 +54,7 @@ def build_landing_sensor(
         ours = Ours.of(context, mergepipe, place)
         requests, lines = list[dg.RunRequest](), list[str]()
         make_pool_known(context.instance, WRITE_POOL)
-        if not is_known():
+        if not is_known(context):
             return dg.SensorResult(skip_reason=dg.SkipReason(LOADING))
         for name, maker in makers.items():
             said: dg.RunRequest | str

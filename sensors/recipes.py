@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from mergepipe_pipeline.deploy.standing import Standing, failing, first_steps, s
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.sensors.ticks import (
     ATTEMPT_TAG,
+    IsKnown,
     LOADING,
     MAX_LINES,
     NIGHTLY_PRIORITY,
@@ -151,7 +153,7 @@ def build_recipe_sensor(
     loaded: Sequence[RecipeFile],
     refused: Mapping[str, str],
     jobs: Mapping[str, AssetJob],
-    is_known: Callable[[], bool],
+    is_known: IsKnown,
     place: Place = ALONE,
     of: str = "{}",
     names: Collection[str] | None = None,
@@ -163,7 +165,7 @@ def build_recipe_sensor(
     `refused` says why Dagster takes no definitions of a file, by the file's token. Where recipes
     are `wanting`, their conditions decide, and their assets are run without a job.
     """
-    unready = _unready(loaded, refused, is_known, place)
+    unready = _unready(loaded, refused, place)
 
     @standing_sensor(
         "Starts the merge of every recipe whose release is not what its inputs ask for; its ticks "
@@ -184,7 +186,8 @@ def build_recipe_sensor(
         make_pool_known(instance, place.running.pool)
         found = recipe_files(mergepipe.warehouse)
         files = [_named(f, place) for f in found if names is None or f.name in names]
-        requests, states = _look(mergepipe, ours, busy, unready, files)
+        told = partial(unready, is_known(context))
+        requests, states = _look(mergepipe, ours, busy, told, files)
         requests, more = decide(context, wanting, requests, states) if wanting else (requests, {})
         first = None if states else first_steps(mergepipe.warehouse)
         shown = []
@@ -202,18 +205,17 @@ def build_recipe_sensor(
 def _unready(
     loaded: Sequence[RecipeFile],
     refused: Mapping[str, str],
-    is_known: Callable[[], bool],
     place: Place,
-) -> Callable[[RecipeFile], Standing | None]:
-    """What says why a recipe has no job yet, if so."""
+) -> Callable[[bool, RecipeFile], Standing | None]:
+    """What says why a recipe has no job yet, if so; it is given whether definitions are known."""
     as_loaded = {file.name: _as_defined(file, place) for file in loaded}
 
-    def unready(file: RecipeFile) -> Standing | None:
+    def unready(is_known: bool, file: RecipeFile) -> Standing | None:
         if file.problem is not None:  # `due` says which
             return None
         if reason := refused.get(file.token):
             return standing(file, "cannot be used", reason)
-        if is_known() and as_loaded.get(file.name) == _as_defined(file, place):
+        if is_known and as_loaded.get(file.name) == _as_defined(file, place):
             return None
         return standing(file, "waiting", _STALE if place.is_guest else LOADING)
 
@@ -342,7 +344,7 @@ def _metadata(last: Release) -> dict[str, str | int]:
 
 
 def build_bisect_sensor(
-    jobs: Mapping[str, Any], is_known: Callable[[], bool], place: Place = ALONE, of: str = "{}"
+    jobs: Mapping[str, Any], is_known: IsKnown, place: Place = ALONE, of: str = "{}"
 ) -> dg.SensorDefinition:
     """The level-triggered sensor over the recipes that have a job for this, by name.
 
@@ -360,7 +362,7 @@ def build_bisect_sensor(
     def bisect_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SensorResult:
         """Requests the bisection of every refusal that has no result yet."""
         make_pool_known(context.instance, place.running.pool)
-        if not is_known():
+        if not is_known(context):
             return dg.SensorResult(skip_reason=dg.SkipReason(LOADING))
         ours = Ours.of(context, mergepipe, place)
         requests, lines = list[dg.RunRequest](), list[str]()

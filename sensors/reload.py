@@ -19,7 +19,7 @@ from mergepipe_pipeline.deploy.instance import identity_of, process_age_s
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.sensors.guard import RELOAD_TIMEOUT_S, client_of, guard
-from mergepipe_pipeline.sensors.ticks import Ours, refuse_empty, standing_sensor
+from mergepipe_pipeline.sensors.ticks import IsKnown, Ours, refuse_empty, standing_sensor
 from mergepipe_pipeline.verbs.search import StandingSearch, standing_searches
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -63,20 +63,23 @@ def build_reload_sensor(
     return reload_sensor
 
 
-def spreading() -> Callable[[], bool]:
+def spreading() -> IsKnown:
     """Return what says whether the daemon knows the definitions that this process loaded just now.
 
     A request for a job that it does not know fails its tick. It gets them in less than a quarter of
     the time in which they were loaded, however busy the machine is. That counts from the first
-    question: it belongs to a tick that began before this process took over.
+    question: it belongs to a tick that began before this process took over. What a tick may ask for
+    was settled as the daemon's look at all sensors began, which may be long ago where others are
+    slow, but not before the sensor's tick before.
     """
     wait_s, asked_s = max(_SPREADING_S, _age_s() / 4), list[float]()
 
-    def is_known() -> bool:
-        now_s = time.monotonic()
+    def is_known(context: dg.SensorEvaluationContext) -> bool:
         if not asked_s:
-            asked_s.append(now_s)
-        return now_s - asked_s[0] >= wait_s
+            asked_s.append(time.monotonic())
+        before = context.last_tick_completion_time  # when it began, in truth
+        age_s = 0.0 if before is None else time.time() - before
+        return time.monotonic() - age_s - asked_s[0] >= wait_s
 
     return is_known
 

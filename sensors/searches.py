@@ -11,6 +11,7 @@ from mergepipe_pipeline.assets.searches import SEARCH_TAG, candidates, pool
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.sensors.ticks import (
+    IsKnown,
     ACTIVE,
     LOADING,
     SOON_S,
@@ -36,7 +37,7 @@ STEP_TAG = "mergepipe/search_step"
 def build_search_sensor(
     jobs: Mapping[str, Mapping[str, Any]],
     identity: str,
-    is_known: Callable[[], bool],
+    is_known: IsKnown,
     place: Place = ALONE,
     of: str = "{}",
 ) -> dg.SensorDefinition:
@@ -58,7 +59,7 @@ def build_search_sensor(
         """Requests what searches ask for and no run does yet."""
         warehouse, states = mergepipe.warehouse, list[str]()
         requests, partitions = list[dg.RunRequest](), list[dg.AddDynamicPartitionsRequest]()
-        ours, known = Ours.of(context, mergepipe, place), jobs if is_known() else {}
+        ours, known = Ours.of(context, mergepipe, place), jobs if is_known(context) else {}
         for standing in standing_searches(warehouse, recipe_files(warehouse)):
             if place.is_guest and standing.name not in jobs:
                 continue

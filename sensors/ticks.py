@@ -42,6 +42,8 @@ from mergepipe_pipeline.settings import SENSOR_INTERVAL
 from mergepipe_pipeline.text import plain_of_markdown
 from mergepipe_pipeline.warehouse import Warehouse
 
+#: Whether the daemon knows, in a tick, the definitions that this process has.
+IsKnown = Callable[[dg.SensorEvaluationContext], bool]
 ACTIVE = [Status.QUEUED, Status.NOT_STARTED, Status.STARTING, Status.STARTED, Status.CANCELING]
 #: The module that loads nothing but ours.
 _MODULE = "mergepipe_pipeline.definitions"

@@ -3,7 +3,7 @@
 A recipe or search that cannot be used is one asset that says why, and has no job.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +39,7 @@ from mergepipe_pipeline.sensors.recipes import (
     job_name,
 )
 from mergepipe_pipeline.sensors.searches import build_search_sensor
+from mergepipe_pipeline.sensors.ticks import IsKnown
 from mergepipe_pipeline.sensors.wants import Wanting
 from mergepipe_pipeline.verbs.search import StandingSearch
 from mergepipe_pipeline.warehouse import Warehouse
@@ -77,7 +78,7 @@ def of_housekeeping(place: Place) -> dg.Definitions:
 def of_recipes(
     files: Sequence[RecipeFile],
     shards: int,
-    is_known: Callable[[], bool],
+    is_known: IsKnown,
     place: Place,
     of: str = "{}",
     *,
@@ -153,7 +154,7 @@ def _keys(chain: Sequence[dg.AssetsDefinition | dg.AssetChecksDefinition]) -> li
 
 
 def of_landings(
-    files: Sequence[StandingFile], is_known: Callable[[], bool], place: Place, of: str = "{}"
+    files: Sequence[StandingFile], is_known: IsKnown, place: Place, of: str = "{}"
 ) -> dg.Definitions:
     """What lands for the experts of recipes or searches; nothing lands in the place of a run."""
     chosen = [s.selector for file in files if isinstance(file, RecipeFile) for s in file.selected]
@@ -171,7 +172,7 @@ def of_landings(
 def of_searches(
     files: Sequence[StandingSearch],
     identity: str,
-    is_known: Callable[[], bool],
+    is_known: IsKnown,
     place: Place,
     of: str = "{}",
 ) -> dg.Definitions:

@@ -137,7 +137,7 @@ class DgProject:
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sensors need not wait until a daemon knows the definitions."""
-    monkeypatch.setattr(door, "spreading", lambda: lambda: True)
+    monkeypatch.setattr(door, "spreading", lambda: lambda context: True)
 
 
 def test_dg_lists_scaffolds_and_accepts_all_components(tmp_path: Path) -> None:

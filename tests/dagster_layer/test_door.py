@@ -124,7 +124,7 @@ def test_runs_of_a_guests_jobs_carry_the_tag_of_the_warehouse(home: Warehouse) -
 def test_a_sensor_tells_of_the_recipes_that_it_was_built_for_alone(
     home: Warehouse, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "spreading", lambda: lambda: True)
+    monkeypatch.setattr(door, "spreading", lambda: lambda context: True)
     home.recipe_path("stray").write_text(ONE)
     repository = all_parts(home.root).get_repository_def()
     told = {"recipe": {"a", "b.c"}, "d_recipe": {"d"}, "window_recipe": {"window"}}
@@ -159,7 +159,7 @@ def test_calls_with_several_recipes_are_told_apart_by_a_name_that_no_recipe_can_
 def test_what_a_tick_and_a_job_say_names_jobs_and_sensors_as_they_are_here(
     home: Warehouse, family: Path, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "spreading", lambda: lambda: True)
+    monkeypatch.setattr(door, "spreading", lambda: lambda context: True)
     shutil.copytree(family / "expert_00", home.inbox / "math")
     index_arrival(home, "math")
     texts = {"a": ONE + "trigger: manual\n"}

@@ -50,7 +50,7 @@ EXPERTS: dict[str, door.Asset] = {
 
 @pytest.fixture(autouse=True)
 def _at_once(home: Warehouse, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "spreading", lambda: lambda: True)
+    monkeypatch.setattr(door, "spreading", lambda: lambda context: True)
     at_once = cache(lambda root: (MergePipeResource(home=root, inbox_quiet_s=0), Engine()))
     monkeypatch.setattr(door, "_of_home", at_once)
 

@@ -51,7 +51,7 @@ BOTH: Mapping[str, door.Made] = {"math": part("math"), "code": part("code")}
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "spreading", lambda: lambda: True)
+    monkeypatch.setattr(door, "spreading", lambda: lambda context: True)
     at_once = cache(lambda root: (MergePipeResource(home=root, inbox_quiet_s=0), Engine()))
     monkeypatch.setattr(door, "_of_home", at_once)
 

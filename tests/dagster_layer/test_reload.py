@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from urllib.request import Request, urlopen
 
 import dagster as dg
@@ -13,6 +14,7 @@ from dagster import DagsterRunStatus as Status
 from mergepipe_pipeline import definitions
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.resources import MergePipe
+from mergepipe_pipeline.sensors import reload
 from mergepipe_pipeline.sensors.reload import listening
 from mergepipe_pipeline.verbs.deploy import last_release
 from mergepipe_pipeline.verbs.index import index_arrival
@@ -111,3 +113,32 @@ def test_the_address_of_a_code_server_is_what_its_command_or_environment_says() 
     assert found is not None
     assert found.port == "4001"
     assert listening(["dagster-daemon", "run"], {"DAGSTER_CODE_SERVER_PORT": "4001"}) is None
+
+
+def test_a_job_is_asked_for_in_a_look_that_began_when_the_daemon_knew_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reload, "_SPREADING_S", 0.5)
+    monkeypatch.setattr(reload, "_age_s", lambda: 0.0)
+    is_known = reload.spreading()
+
+    def asked(tick_before_s: float) -> bool:
+        with dg.DagsterInstance.ephemeral() as instance:
+            return is_known(
+                dg.SensorEvaluationContext(
+                    instance_ref=None,
+                    instance=instance,
+                    last_tick_completion_time=tick_before_s,
+                    last_run_key=None,
+                    cursor=None,
+                    repository_name=None,
+                )
+            )
+
+    first_s = time.time()
+    assert not asked(first_s - 5)
+    time.sleep(0.6)
+    # The look may be as old as the tick before: other sensors had their turns since.
+    assert not asked(first_s)
+    assert not asked(first_s + 0.4)
+    assert asked(time.time())

@@ -111,7 +111,7 @@ def test_what_is_trained_lands_in_two_warehouses_and_each_gate_asks_lm_eval(
     recipes: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(door, "spreading", lambda: lambda: True)
+    monkeypatch.setattr(door, "spreading", lambda: lambda context: True)
     base = shutil.copytree(family / "base", tmp_path / "base")
     config = base / "tokenizer_config.json"
     # The harness puts it before a text without any token.

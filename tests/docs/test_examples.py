@@ -72,7 +72,7 @@ code_location_target_module = "shop.definitions"
 def test_the_project_of_its_page_is_clean_and_releases_what_it_trains(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "spreading", lambda: lambda: True)
+    monkeypatch.setattr(door, "spreading", lambda: lambda context: True)
 
     def checked_and_run(line: str) -> str:
         Path("pyproject.toml").write_text(PROJECT)
