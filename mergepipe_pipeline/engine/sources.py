@@ -215,7 +215,10 @@ class SourcePool:
             if key not in self._packs:
                 self._packs[key] = self._open_pack(*key)
             reader = self._packs[key]
-        read_base = partial(read_stored, self.base_besides, base.view)
+        # A chunk is whole segments.
+        compare = self.verifier(base.view, base.digest)
+        verify = compare.check if compare else None
+        read_base = partial(read_stored, self.base_besides, base.view, verify=verify)
         return PackedElements(reader, e.packed, e.digest, read_base)
 
     def verifier(self, view: TensorView, digest: str) -> Verifier | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -223,6 +224,31 @@ def test_what_a_pack_gives_as_the_expert_s_bits_is_compared_with_those_that_were
     with pytest.raises(DamagedPackError, match="does not give its expert's bytes") as caught:
         run(plan, tmp_path, known=family)
     assert caught.value.pack_id == plan.packs[0].pack_id
+
+
+@pytest.mark.parametrize("level", ["X20", "X"])
+def test_a_byte_of_the_base_that_is_wrong_only_where_a_cut_chunk_is_decoded_is_named(
+    tmp_path: Path, level: Level
+) -> None:
+    family = make_family(tmp_path / "family", n_experts=1)
+    plan = plan_from(family, "task_arithmetic", levels=[all_at(level)])
+    entry, file = family.checkpoints[0].tensors[0], tmp_path / "layer.safetensors"
+    path = Path(family.checkpoints[0].root)
+    kept, was = path.read_bytes(), path.stat()
+
+    def put(data: bytes) -> None:
+        path.write_bytes(data)
+        os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
+
+    at = entry.start_byte + 2 * (C - 100)
+    put(kept[:at] + bytes([kept[at] ^ 1]) + kept[at + 1 :])
+    options = EngineOptions(window_elems=7777, threads=1)
+    with LayerRunner(plan, options, family) as runner:
+        # The first window has the chunk decoded, the last one reads the byte as the base's.
+        with pytest.raises(CorruptionError, match="not those that were analysed") as caught:
+            runner.run(plan.layers[0], file, lambda nbytes: put(kept))
+    assert f"tensor w, elements 0 to {C}" in str(caught.value.where)
+    assert not file.exists()
 
 
 @pytest.mark.parametrize("operator", ["linear", "ties", "dare_linear", "della"])
