@@ -35,7 +35,12 @@ from mergepipe_pipeline.deploy.arrivals import (
     token_of,
     weights,
 )
-from mergepipe_pipeline.deploy.recipe_files import RecipeFile, bases_read, names_read
+from mergepipe_pipeline.deploy.recipe_files import (
+    RecipeFile,
+    bases_read,
+    names_read,
+    not_registered,
+)
 from mergepipe_pipeline.deploy.runs import run_problem
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.domain.bounds import NAME, NAME_FORM
@@ -189,9 +194,27 @@ def problem_now(warehouse: Warehouse, file: RecipeFile) -> str | None:
     """
     if file.problem is None:
         return None
-    missing = [m for m in file.members if m not in warehouse.catalog]
+    missing = _missing(warehouse, file)
     reasons = filter(None, (reason_not_indexed(warehouse, m) for m in missing))
-    return "; ".join(reasons) or file.problem
+    absent = [m for m in missing if place_of(warehouse, m) is None] or missing
+    return "; ".join(reasons) or (not_registered(absent) if absent else file.problem)
+
+
+def reason_to_wait_for_index(warehouse: Warehouse, file: RecipeFile) -> str | None:
+    """Which inputs of a recipe are indexed soon; None unless these are all that it lacks.
+
+    They lie in the inbox whole, as those of `reason_to_wait_for_joining`.
+    """
+    missing = _missing(warehouse, file)
+    if not missing or not all(
+        NAME.fullmatch(m) and _is_coming(warehouse, warehouse.inbox / m) for m in missing
+    ):
+        return None
+    return f"it waits for the index of what lies in the inbox: {listed(missing, _MOST_NAMED)}"
+
+
+def _missing(warehouse: Warehouse, file: RecipeFile) -> list[str]:
+    return [m for m in file.members if m not in warehouse.catalog]
 
 
 def _is_coming(warehouse: Warehouse, folder: Path) -> bool:

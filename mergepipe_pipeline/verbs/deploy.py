@@ -16,7 +16,11 @@ from typing import TYPE_CHECKING
 
 from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.deploy.arrivals import arrival
-from mergepipe_pipeline.deploy.inbox import problem_now, reason_to_wait_for_joining
+from mergepipe_pipeline.deploy.inbox import (
+    problem_now,
+    reason_to_wait_for_index,
+    reason_to_wait_for_joining,
+)
 from mergepipe_pipeline.deploy.messages import ShardTask
 from mergepipe_pipeline.deploy.recipe_files import (
     RecipeFile,
@@ -130,6 +134,8 @@ def due(warehouse: Warehouse, file: RecipeFile) -> Due | Standing:
     An evaluator that is not there could not measure what is merged, and a record that cannot be
     read says nothing: such a recipe cannot be used, and stops no other one.
     """
+    if waiting := reason_to_wait_for_index(warehouse, file):
+        return standing(file, "waiting", waiting)
     problem = problem_now(warehouse, file)
     if problem is not None:
         return standing(file, "cannot be used", problem)

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
-from mergepipe_pipeline.deploy.standing import wanted
+from mergepipe_pipeline.deploy.standing import Standing, wanted
+from mergepipe_pipeline.verbs.deploy import due
 from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.verbs.replace import move_to_cold
@@ -110,3 +111,30 @@ def test_moving_an_expert_to_cold_storage_wants_nothing_new(
     move_to_cold(standing, packed, tmp_path / "cold")
     assert not list((standing.inbox / "expert").glob("*.safetensors"))
     assert _wanted(standing) == before
+
+
+def test_a_recipe_waits_for_what_lies_in_the_inbox_and_asks_for_what_does_not(
+    home: Warehouse, family: Path
+) -> None:
+    models = "".join(f"- {{model: {n}, parameters: {{weight: 1}}}}\n" for n in ("a", "b"))
+    home.recipe_path("r").write_text(f"merge_method: linear\nmodels:\n{models}")
+
+    def where() -> Standing:
+        (file,) = recipe_files(home)
+        found = due(home, file)
+        assert isinstance(found, Standing)
+        return found
+
+    assert where().why == "a, b are not registered yet."
+    shutil.copytree(family / "base", home.inbox / "a")
+    assert where().why == "b is not registered yet."
+    assert "copy to inbox" in where().then
+    shutil.copytree(family / "expert_00", home.inbox / "b")
+    assert (where().state, where().why) == (
+        "waiting",
+        "it waits for the index of what lies in the inbox: a, b",
+    )
+    index_arrival(home, "a")
+    assert where().why == "it waits for the index of what lies in the inbox: b"
+    (home.inbox / "b" / "model.safetensors").write_bytes(b"")
+    assert where().state == "cannot be used"

@@ -243,10 +243,13 @@ def test_a_byte_of_the_base_that_is_wrong_only_where_a_cut_chunk_is_decoded_is_n
     at = entry.start_byte + 2 * (C - 100)
     put(kept[:at] + bytes([kept[at] ^ 1]) + kept[at + 1 :])
     options = EngineOptions(window_elems=7777, threads=1)
-    with LayerRunner(plan, options, family) as runner:
-        # The first window has the chunk decoded, the last one reads the byte as the base's.
-        with pytest.raises(CorruptionError, match="not those that were analysed") as caught:
-            runner.run(plan.layers[0], file, lambda nbytes: put(kept))
+    said = "not those that were analysed"
+    # The first window has the chunk decoded, the last one reads the byte as the base's.
+    with (
+        LayerRunner(plan, options, family) as runner,
+        pytest.raises(CorruptionError, match=said) as caught,
+    ):
+        runner.run(plan.layers[0], file, lambda nbytes: put(kept))
     assert f"tensor w, elements 0 to {C}" in str(caught.value.where)
     assert not file.exists()
 
