@@ -14,7 +14,7 @@ from typing import Any
 from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.domain.recipe import Recipe
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError
-from mergepipe_pipeline.resolution.layer_config import kinds_of
+from mergepipe_pipeline.resolution.layer_config import SAME_KINDS, kinds_of
 
 #: Keys of what a model computes, besides rope, heads and what single layers are.
 _COMPUTING = re.compile(
@@ -49,7 +49,7 @@ _THETA_CLASSES = frozenset(
     {"gemma", "gemma2", "gpt_neox", "llama", "mistral", "olmo", "phi", "phi3", "qwen2", "stablelm"}
 )
 #: Names of one activation, and of one kind of layers.
-_SAME = {"swish": "silu", "mamba": "linear_attention", "attention": "full_attention"}
+_SAME = {"swish": "silu", **SAME_KINDS}
 #: Settings of rope that are no parameters of its scaling.
 _ROPE_OWN = ("rope_theta", "partial_rotary_factor", "rope_type", "type")
 #: What a config does not say.

@@ -15,8 +15,9 @@ from mergepipe_pipeline.domain.layers import layer_index, layer_stack, stack_cou
 from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.domain.model_config import at_place, config_places
 from mergepipe_pipeline.domain.plan import ConfigValue
-from mergepipe_pipeline.domain.recipe import Recipe
+from mergepipe_pipeline.domain.recipe import Recipe, TensorRecipe
 from mergepipe_pipeline.errors import CheckpointError, IncompatibleCheckpointsError
+from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.resolution.layer_rules import (
     CHOOSING_KEYS,
     NUMBERED_KEYS,
@@ -39,6 +40,8 @@ _OTHER_LISTS = re.compile(
 #: Texts with a letter per layer, and objects with a key per layer.
 _PATTERNS = ("hybrid_override_pattern",)
 _BY_NUMBER = ("per_layer_config",)
+#: Names of one kind of layers.
+SAME_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 #: What a layer is of which nothing is said.
 _UNKNOWN = object()
 _PLACES = "layers at their places"
@@ -103,8 +106,55 @@ def layer_changes(
         if not depths:
             _refuse_unknown_part(models[template], config, stack, n)
         changes += [(place, n) for place in depths if at_place(config, place) != n]
+        _refuse_mixed(recipe, models, stack)
         changes += _Stack.of(recipe, models, template, stack, n).changes()
     return changes
+
+
+def _layer_sources(t: TensorRecipe, method: str) -> list[tuple[int, int]]:
+    """The layers that an output tensor is merged from, (model, number): the base's first, where the
+    method does not merge it like others, and then it may be no source at all.
+    """
+    base = () if t.base is None else ((t.base.model, t.base.tensor),)
+    inputs = tuple((i.model, i.tensor) for i in t.inputs)
+    sources = inputs if inputs and OPERATORS[method].schema.base == "none" else (*base, *inputs)
+    numbered = [(model, layer_index(tensor)) for model, tensor in sources]
+    return [(model, layer) for model, layer in numbered if layer is not None]
+
+
+def _refuse_mixed(recipe: Recipe, models: Sequence[Model], stack: str) -> None:
+    """Raise IncompatibleCheckpointsError where layers of two kinds are merged into one."""
+    kinds: dict[int, dict[str, Sequence[Any]]] = {}
+    for t in recipe.tensors:
+        sources = _layer_sources(t, recipe.method) if layer_stack(t.name) == stack else []
+        seen: dict[str, tuple[Any, int, int]] = {}
+        for model, layer in sources:
+            if model not in kinds:
+                kinds[model] = _all_kinds(_layers_of(models[model], stack))
+            for topic, known in kinds[model].items():
+                if layer >= len(known):
+                    continue
+                kind, other, at = seen.setdefault(topic, (known[layer], model, layer))
+                if _plain(kind) != _plain(known[layer]):
+                    raise IncompatibleCheckpointsError(
+                        "Layers of two kinds cannot be merged into one",
+                        where=f"layer {layer_index(t.name)} of {stack}, {topic}",
+                        expected=f"{kind}, as layer {at} of {models[other].name}",
+                        found=f"{known[layer]}, as layer {layer} of {models[model].name}",
+                        next_step="choose ranges in which layers of one kind meet",
+                    )
+
+
+def _plain(kind: Any) -> Any:
+    return SAME_KINDS.get(kind, kind) if isinstance(kind, str) else kind
+
+
+def _all_kinds(part: _Layers) -> dict[str, Sequence[Any]]:
+    """The kinds of layers that rules of their class tell, and those that a config lists."""
+    by_rules = {topic: _kinds(part, rule) for topic, rule in (part.rules or {}).items()}
+    by_list = {key: _entries(part, key) for key in ("layer_types", *_PATTERNS)}
+    found = {**by_list, **by_rules}
+    return {topic: known for topic, known in found.items() if known}
 
 
 def _refuse_unknown_part(model: Model, config: Mapping[str, Any], stack: str, n: int) -> None:
@@ -180,14 +230,12 @@ class _Stack:
 
     @staticmethod
     def of(recipe: Recipe, models: Sequence[Model], template: int, stack: str, n: int) -> _Stack:
-        """The stack of a recipe's output; a layer is what its base, or first input, is."""
+        """The stack of a recipe's output; a layer is what the first of its sources is."""
         found: dict[int, tuple[int, int]] = {}
         for t in recipe.tensors:
-            layer = layer_index(t.name)
-            source = t.base or (t.inputs[0] if t.inputs else None)
-            taken = None if source is None else layer_index(source.tensor)
-            if layer_stack(t.name) == stack and layer is not None and source and taken is not None:
-                found.setdefault(layer, (source.model, taken))
+            layer, sources = layer_index(t.name), _layer_sources(t, recipe.method)
+            if layer_stack(t.name) == stack and layer is not None and sources:
+                found.setdefault(layer, sources[0])
         order = tuple(found[i] for i in range(n) if i in found)
         parts = {m: _layers_of(models[m], stack) for m, _ in order}
         return _Stack(order, parts, parts.get(template) or _layers_of(models[template], stack))

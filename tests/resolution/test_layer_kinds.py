@@ -376,6 +376,62 @@ def test_layers_of_several_models_are_what_each_model_says(home: Warehouse, tmp_
     assert config_of(home, text)["layer_types"] == [sliding, full, full, sliding]
 
 
+@pytest.mark.parametrize("method", ["passthrough", "linear"])
+def test_layers_are_what_their_source_says_and_not_the_model_that_gives_the_config(
+    home: Warehouse, tmp_path: Path, method: str
+) -> None:
+    windows = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4}
+    a = plain(tmp_path / "a", num_hidden_layers=4, max_window_layers=2, **windows)
+    b = plain(tmp_path / "b", num_hidden_layers=4, max_window_layers=4, **windows)
+    text = stacked(a, [3, 0, 1, 2]).replace("passthrough", f"{method}\nbase_model: {b}")
+    text = text.replace("]}", "], parameters: {weight: 1}}") if method == "linear" else text
+    full, sliding = "full_attention", "sliding_attention"
+    assert config_of(home, text)["layer_types"] == [sliding, full, full, sliding]
+
+
+def test_a_base_that_gives_the_config_gives_no_kinds_to_layers_of_another_model(
+    home: Warehouse, folder: Path, tmp_path: Path
+) -> None:
+    source, base = write(folder, "qwen2"), write(tmp_path, "qwen2")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"max_window_layers": N}))
+    text = stacked(source, TURNED).replace("passthrough", f"passthrough\nbase_model: {base}")
+    result = loaded(run(home, text).snapshot.path)
+    assert float((logits(result) - reordered(source, TURNED)).abs().max()) <= 1e-6
+
+
+@pytest.mark.parametrize("method", ["linear", "task_arithmetic", "slerp"])
+@pytest.mark.parametrize("kind", ["windows", "experts", "listed"])
+def test_layers_of_two_kinds_are_not_merged_into_one(
+    home: Warehouse, tmp_path: Path, method: str, kind: str
+) -> None:
+    of_a, of_b = {
+        "windows": (
+            {"model_type": "gemma2"},
+            {"model_type": "gemma2", "layer_types": ["sliding_attention", "full_attention"] * 2},
+        ),
+        "experts": (
+            {"model_type": "deepseek_v3", "first_k_dense_replace": 1},
+            {"model_type": "deepseek_v3", "first_k_dense_replace": 1},
+        ),
+        "listed": ({"layer_types": ["x", "y", "x", "y"]}, {"layer_types": ["x", "y", "x", "y"]}),
+    }[kind]
+    a = plain(tmp_path / "a", num_hidden_layers=4, **of_a)
+    b = plain(tmp_path / "b", num_hidden_layers=4, **of_b)
+
+    def text(starts: tuple[int, int]) -> str:
+        sources = "".join(
+            f"    - {{model: {m}, layer_range: [{i}, {i + 2}], parameters: {{weight: 1}}}}\n"
+            for m, i in zip((a, b), starts, strict=True)
+        )
+        base = "" if method == "linear" else f"base_model: {a}\nparameters: {{t: 0.5}}\n"
+        return f"merge_method: {method}\n{base}slices:\n  - sources:\n{sources}"
+
+    config_of(home, text((2, 2)))
+    with pytest.raises(IncompatibleCheckpointsError, match=r"as layer \d of b\. .*one kind meet"):
+        config_of(home, text((0, 1)))
+
+
 def test_lists_that_only_one_of_two_models_has_are_refused(home: Warehouse, tmp_path: Path) -> None:
     a = plain(tmp_path / "a", num_hidden_layers=4, num_kv_heads=[1, 2, 3, 4])
     b = plain(tmp_path / "b", num_hidden_layers=4)
