@@ -11,7 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mergepipe_pipeline.domain.layers import layer_index, layer_stack, stack_counts
+from mergepipe_pipeline.domain.layers import (
+    is_buffer,
+    layer_index,
+    layer_stack,
+    stack_counts,
+    with_layer_index,
+)
 from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.domain.model_config import at_place, config_places
 from mergepipe_pipeline.domain.plan import ConfigValue
@@ -40,6 +46,8 @@ _OTHER_LISTS = re.compile(
 #: Texts with a letter per layer, and objects with a key per layer.
 _PATTERNS = ("hybrid_override_pattern",)
 _BY_NUMBER = ("per_layer_config",)
+#: Whether layers are sparse, and tensors of those that are.
+_EXPERTS, _OF_EXPERTS = "mlp_layer_types", re.compile(r"expert|moe|router")
 #: Names of one kind of layers.
 SAME_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 #: What a layer is of which nothing is said.
@@ -107,8 +115,31 @@ def layer_changes(
             _refuse_unknown_part(models[template], config, stack, n)
         changes += [(place, n) for place in depths if at_place(config, place) != n]
         _refuse_mixed(recipe, models, stack)
+        _refuse_foreign(recipe, models, template, stack)
         changes += _Stack.of(recipe, models, template, stack, n).changes()
     return changes
+
+
+def _refuse_foreign(recipe: Recipe, models: Sequence[Model], template: int, stack: str) -> None:
+    """Raise IncompatibleCheckpointsError for layers of another class that have other tensors."""
+    own = _layers_of(models[template], stack)
+    if _EXPERTS in (own.rules or {}):  # its config says which layers have experts
+        return
+    places = {with_layer_index(n, 0) for n in own.model.views if layer_stack(n) == stack}
+    for t in recipe.tensors:
+        sources = _layer_sources(t, recipe.method) if layer_stack(t.name) == stack else []
+        if not sources or is_buffer(t.name) or with_layer_index(t.name, 0) in places:
+            continue
+        (model, layer), kind = sources[0], own.values.get("model_type")
+        part = _layers_of(models[model], stack)
+        if part.values.get("model_type") != kind:
+            raise IncompatibleCheckpointsError(
+                "A layer of another class has a tensor that no config of this class has",
+                where=f"{part.where}, layer {layer}",
+                expected=f"tensors as in {own.model.name}, a {kind!r}"[:160],
+                found=t.name,
+                next_step="take slices of models of one class, or with equal tensors",
+            )
 
 
 def _layer_sources(t: TensorRecipe, method: str) -> list[tuple[int, int]]:
@@ -295,7 +326,7 @@ class _Stack:
                     known[key] = numbered(key)
         changes: dict[str, ConfigValue] = {}
         for topic in dict.fromkeys(t for known in (own, *rules.values()) for t in known):
-            kinds = {m: _kinds(part, rules[m].get(topic)) for m, part in self.parts.items()}
+            kinds = {m: _kinds(p, rules[m].get(topic), topic) for m, p in self.parts.items()}
             wanted = self._of_each(kinds)
             rule = own.get(topic)
             if rule is None and all(kind == wanted[0] for kind in wanted):
@@ -370,10 +401,14 @@ class _Stack:
         )
 
 
-def _kinds(part: _Layers, rule: Rule | None) -> list[Any] | None:
-    """The kinds of a model's layers by its own config; None: it does not say."""
+def _kinds(part: _Layers, rule: Rule | None, topic: str = "") -> list[Any] | None:
+    """The kinds of a model's layers by its own config; None: it does not say.
+
+    Of a class without experts it does not say that layers are dense.
+    """
     if rule is None:
-        return None
+        is_dense = topic == _EXPERTS and not any(map(_OF_EXPERTS.search, part.model.views))
+        return ["dense"] * part.n if is_dense else None
     try:
         return rule.kinds(part.values, part.n)
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:

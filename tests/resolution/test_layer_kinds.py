@@ -400,12 +400,46 @@ def test_a_base_that_gives_the_config_gives_no_kinds_to_layers_of_another_model(
     assert float((logits(result) - reordered(source, TURNED)).abs().max()) <= 1e-6
 
 
+def other_class(folder: Path, name: str, of: str, **numbers: Any) -> Path:
+    """A model of random weights of a class that is not among `MODELS`."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    config = CONFIG_MAPPING[of](**{**SIZES, **numbers})
+    AutoModelForCausalLM.from_config(config).float().save_pretrained(folder / name)
+    return folder / name
+
+
+def test_a_dense_layer_among_layers_with_experts_is_said_to_be_dense(
+    home: Warehouse, folder: Path, tmp_path: Path
+) -> None:
+    sparse = other_class(tmp_path, "sparse", "qwen3_moe", **(HEADS | EXPERTS))
+    dense = other_class(tmp_path, "dense", "qwen3", **HEADS)
+    text = stacked(sparse, [0, 1]) + stacked(dense, [2]).split("slices:\n")[1]
+    result = Path(run(home, text).snapshot.path)
+    assert json.loads((result / "config.json").read_text())["mlp_only_layers"] == [2]
+    made, taken, kept = (loaded(p).model.layers for p in (result, dense, sparse))
+    for layer, source in ((made[2], taken[2]), (made[1], kept[1])):
+        states = layer.state_dict(), source.state_dict()
+        assert states[0].keys() == states[1].keys()
+        assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_a_dense_layer_is_refused_where_no_config_says_that_it_is(
+    home: Warehouse, tmp_path: Path
+) -> None:
+    sparse = other_class(tmp_path, "sparse", "olmoe", num_experts=4, num_experts_per_tok=2)
+    dense = other_class(tmp_path, "dense", "llama")
+    text = stacked(sparse, [0, 1]) + stacked(dense, [2]).split("slices:\n")[1]
+    with pytest.raises(IncompatibleCheckpointsError, match=r"dense, config\.json, layer 2.*mlp"):
+        config_of(home, text)
+
+
 @pytest.mark.parametrize("method", ["linear", "task_arithmetic", "slerp"])
 @pytest.mark.parametrize("kind", ["windows", "experts", "listed"])
 def test_layers_of_two_kinds_are_not_merged_into_one(
     home: Warehouse, tmp_path: Path, method: str, kind: str
 ) -> None:
-    of_a, of_b = {
+    configs: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "windows": (
             {"model_type": "gemma2"},
             {"model_type": "gemma2", "layer_types": ["sliding_attention", "full_attention"] * 2},
@@ -415,7 +449,8 @@ def test_layers_of_two_kinds_are_not_merged_into_one(
             {"model_type": "deepseek_v3", "first_k_dense_replace": 1},
         ),
         "listed": ({"layer_types": ["x", "y", "x", "y"]}, {"layer_types": ["x", "y", "x", "y"]}),
-    }[kind]
+    }
+    of_a, of_b = configs[kind]
     a = plain(tmp_path / "a", num_hidden_layers=4, **of_a)
     b = plain(tmp_path / "b", num_hidden_layers=4, **of_b)
 
