@@ -1,6 +1,6 @@
 """Watches what makes experts: the last checkpoint of each against what landed of it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import dagster as dg
 
@@ -11,11 +11,11 @@ from mergepipe_pipeline.assets.running import WRITE_POOL
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.sensors.ticks import (
-    IsKnown,
     ACTIVE,
     ATTEMPT_TAG,
     LOADING,
     SOON_S,
+    IsKnown,
     Ours,
     asked,
     make_pool_known,

@@ -26,12 +26,12 @@ from mergepipe_pipeline.deploy.standing import Standing, failing, first_steps, s
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.sensors.ticks import (
     ATTEMPT_TAG,
-    IsKnown,
     LOADING,
     MAX_LINES,
     NIGHTLY_PRIORITY,
     RECIPE_TAG,
     SOON_S,
+    IsKnown,
     Ours,
     asked,
     failed_attempts,

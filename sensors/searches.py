@@ -1,6 +1,6 @@
 """Watches searches: what each ledger says that is to be done, against what runs do already."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,10 +11,10 @@ from mergepipe_pipeline.assets.searches import SEARCH_TAG, candidates, pool
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.sensors.ticks import (
-    IsKnown,
     ACTIVE,
     LOADING,
     SOON_S,
+    IsKnown,
     Ours,
     asked,
     limit_pool,
