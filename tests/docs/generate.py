@@ -29,10 +29,10 @@ BENCH = ROOT / "tests" / "lab" / "bench"
 def commands() -> str:
     """Every command with its arguments and the first sentence of its help."""
     rows = [
-        f"| {_cell(f'`{name}{_arguments(command)}`')} | {_cell(_sentence(command))} |"
+        f"- `{name}{_arguments(command)}`: {_line(_sentence(command))}"
         for name, command in sorted(group.commands.items())
     ]
-    return "\n".join(["| command | what it does |", "|---|---|", *rows, ""])
+    return "\n".join([*rows, ""])
 
 
 def _arguments(command: click.Command) -> str:
@@ -51,10 +51,10 @@ def codes() -> str:
         c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, MergePipeError)
     ]
     rows = [
-        f"| {c.exit_code} | `{c.__name__}` | {_cell((c.__doc__ or '').splitlines()[0])} |"
+        f"- {c.exit_code} `{c.__name__}`: {(c.__doc__ or '').splitlines()[0]}"
         for c in sorted(classes, key=lambda c: c.exit_code)
     ]
-    return "\n".join(["| exit code | class | meaning |", "|---|---|---|", *rows, ""])
+    return "\n".join([*rows, ""])
 
 
 def rooms() -> str:
@@ -90,7 +90,11 @@ def _told(name: str) -> str:
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.replace("|", r"\|").split())
+    return _line(text.replace("|", r"\|"))
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
 
 
 #: The storeys of the house, the uppermost first, each with its lowest room.
