@@ -1,6 +1,6 @@
 """The settings of the standing pipeline: what each one means, its variable, unit and default.
 
-The one place that knows them. The table in docs/settings.md is checked against `SETTINGS`.
+The one place that knows them: `docs/settings.md` is made from `SETTINGS`.
 """
 
 from __future__ import annotations

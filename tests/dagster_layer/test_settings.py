@@ -14,7 +14,7 @@ from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.resources import Engine
 from mergepipe_pipeline.sensors.ticks import attempt_of
-from mergepipe_pipeline.settings import BUDGET, MEMORY, OF_A_RUN, SETTINGS, THREADS, Setting
+from mergepipe_pipeline.settings import BUDGET, MEMORY, SETTINGS, THREADS, Setting
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.verbs.deploy import current_plan, last_release
 from mergepipe_pipeline.verbs.index import index_arrival
@@ -27,7 +27,6 @@ from tests.dagster_layer.test_release import error_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "settings.md"
 #: A setting's variable without its prefix, and values that are none of it.
 WRONG = {
     "THREADS": ["many", "0", "-1", "1.5", "1_0", " 2"],
@@ -69,17 +68,6 @@ def test_a_right_value_is_taken_and_an_empty_variable_says_nothing(
     usual = EngineOptions()
     suited = (usual, usual.past_cache(), usual.with_packs())
     assert re.findall(r"\d+", MEMORY.shown) == [str(s.most_bytes >> 20) for s in suited]
-
-
-def test_the_page_lists_the_settings_as_they_are() -> None:
-    rows = re.findall(r"^\| `(MERGEPIPE_\w+)` \| (.*) \|$", PAGE.read_text(), re.M)
-    assert rows == [
-        (
-            s.variable,
-            " | ".join([f"`{s.field}`" if s in OF_A_RUN else "", s.unit, s.shown, s.meaning]),
-        )
-        for s in SETTINGS
-    ]
 
 
 def test_no_other_module_knows_a_variable() -> None:

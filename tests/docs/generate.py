@@ -1,4 +1,4 @@
-"""Writes what pages say of commands, exit codes, rooms and measured merges.
+"""Writes what pages say of commands, exit codes, settings, rooms and measured merges.
 
     python -m tests.docs.generate
 
@@ -19,6 +19,7 @@ import click
 from mergepipe_pipeline import errors
 from mergepipe_pipeline.cli.main import main as group
 from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.settings import OF_A_RUN, SETTINGS
 from tests.docs.page import DOCS, ROOT
 from tests.lab.bench.report import report
 from tests.lab.bench.rows import load
@@ -53,6 +54,16 @@ def codes() -> str:
     rows = [
         f"- {c.exit_code} `{c.__name__}`: {(c.__doc__ or '').splitlines()[0]}"
         for c in sorted(classes, key=lambda c: c.exit_code)
+    ]
+    return "\n".join([*rows, ""])
+
+
+def settings() -> str:
+    """Every variable of the standing pipeline: the launchpad's field, unit, default and meaning."""
+    rows = [
+        f"- `{s.variable}`{f' [`{s.field}`]' if s in OF_A_RUN else ''} ({s.unit}, default {s.shown}): "
+        f"{s.meaning}"
+        for s in SETTINGS
     ]
     return "\n".join([*rows, ""])
 
@@ -109,6 +120,7 @@ STOREYS = {
 PARTS: Mapping[str, tuple[Path, Callable[[], str]]] = {
     "commands": (DOCS / "cli.md", commands),
     "codes": (DOCS / "errors.md", codes),
+    "settings": (DOCS / "settings.md", settings),
     "rooms": (ROOT / "CONTRIBUTING.md", rooms),
     "merges": (DOCS / "benchmarks.md", merges),
 }
