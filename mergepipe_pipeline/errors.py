@@ -95,7 +95,7 @@ def _rebuild(cls: type[MergePipeError], state: dict[str, object]) -> MergePipeEr
 
 
 class RecipeError(MergePipeError):
-    """A recipe cannot be understood or cannot run; `problems` holds every problem found at once."""
+    """A recipe cannot be understood or cannot run; `problems` holds every problem."""
 
     exit_code = 11
 
@@ -114,7 +114,7 @@ class CheckpointError(MergePipeError):
 
 
 class IncompleteCheckpointError(CheckpointError):
-    """A checkpoint is still being written: files named by its index are absent or too short."""
+    """A checkpoint is still being written: files are absent or too short."""
 
     exit_code = 13
 
@@ -132,7 +132,7 @@ class InputChangedError(CheckpointChangedError):
 
 
 class RemoteError(CheckpointError):
-    """An address cannot be reached, refuses, or does not serve what reading or writing needs."""
+    """An address cannot be reached, refuses, or does not serve what is needed."""
 
     exit_code = 29
 
@@ -186,7 +186,7 @@ class DamagedPackError(CorruptionError):
 
 
 class PackVersionError(DamagedPackError):
-    """A pack was written by another version of the codec; nothing is wrong with its expert."""
+    """A pack was written by another version of the codec."""
 
     exit_code = 32
 
@@ -232,13 +232,13 @@ class EvaluationError(MergePipeError):
 
 
 class MetricsError(EvaluationError):
-    """An evaluator ends well and prints no metrics, or not those that a gate asks for."""
+    """An evaluator prints no metrics, or not those that a gate asks for."""
 
     exit_code = 33
 
 
 class GateError(MergePipeError):
-    """A release gate refuses a snapshot: its metrics are not what the recipe asks for."""
+    """A gate refuses a snapshot: its metrics are not what the recipe asks for."""
 
     exit_code = 28
 

@@ -195,7 +195,7 @@ RETRY = Setting[float](
     "MERGEPIPE_RETRY_S",
     "seconds",
     30.0,
-    "The pause after a failed merge; each further one is four times as long, an hour at most.",
+    "The same after a failed merge.",
     _number,
 )
 SENSOR_INTERVAL = Setting[int | None](
@@ -241,8 +241,7 @@ WEBHOOK = Setting[str | None](
     "MERGEPIPE_WEBHOOK",
     "URL",
     None,
-    "Gets a POST of JSON for each failed run and each recipe that stands still: text, recipe, "
-    "run_id, cause and next_step.",
+    "Gets a POST of JSON for each failed run and each recipe that stands still.",
     _url,
     "none",
 )

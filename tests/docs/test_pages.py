@@ -50,6 +50,11 @@ def test_the_readme_is_short_and_its_first_recipe_has_six_lines() -> None:
     assert len(recipe.text.splitlines()) == 6
 
 
+def test_the_pages_are_short_enough_to_be_read() -> None:
+    pages = (README, *DOCS.glob("*.md"))
+    assert sum(len(path.read_text().split()) for path in pages) <= 16_000
+
+
 def test_every_block_of_commands_is_run_here_or_elsewhere() -> None:
     for path in PAGES:
         for block in blocks(path):
