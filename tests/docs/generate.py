@@ -60,11 +60,10 @@ def codes() -> str:
 
 def settings() -> str:
     """Every variable of the standing pipeline: the launchpad's field, unit, default and meaning."""
-    rows = [
-        f"- `{s.variable}`{f' [`{s.field}`]' if s in OF_A_RUN else ''} ({s.unit}, default {s.shown}): "
-        f"{s.meaning}"
-        for s in SETTINGS
-    ]
+    rows = []
+    for s in SETTINGS:
+        field = f" [`{s.field}`]" if s in OF_A_RUN else ""
+        rows.append(f"- `{s.variable}`{field} ({s.unit}, default {s.shown}): {s.meaning}")
     return "\n".join([*rows, ""])
 
 
