@@ -133,8 +133,8 @@ def check(console: Console, recipe: str, **planning: Any) -> None:
         f"  time                {time}",
         *egress_lines(checked.egress, "  download            "),
         *estimate_lines(checked.estimates, "  packs               "),
-        *section(*selected_table(checked.stages[-1].request.selected)),
         f"  standing pipeline   {checked.when}",
+        *section(*selected_table(checked.stages[-1].request.selected)),
     )
 
 

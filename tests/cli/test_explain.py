@@ -91,3 +91,16 @@ def test_from_a_merge_to_what_it_lost(call: Call, recipe: Path) -> None:
     story = told(call("explain", part["snapshot_id"], "--json"))
     assert {r["figure"]: r["realised"] for r in story["figures"]}["error"] == found["error"]
     assert "this is the full merge" in call("explain", full["snapshot_id"]).stdout
+
+
+def test_a_check_ends_with_what_selectors_take(call: Call, family: Path, tmp_path: Path) -> None:
+    for name in ("base", "expert_00"):
+        call("register", family / name)
+    recipe = tmp_path / "r.yml"
+    recipe.write_text(
+        "merge_method: linear\nmodels: [{match: 'expert_*', parameters: {weight: 1}}]\n"
+    )
+    lines = call("check", recipe).stdout.splitlines()
+    (when,) = (i for i, line in enumerate(lines) if "standing pipeline" in line)
+    (table,) = (i for i, line in enumerate(lines) if line.startswith("selector "))
+    assert when < table
