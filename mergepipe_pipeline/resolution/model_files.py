@@ -22,7 +22,7 @@ from mergepipe_pipeline.errors import (
     IncompatibleCheckpointsError,
     IncompleteCheckpointError,
 )
-from mergepipe_pipeline.remote.address import is_address
+from mergepipe_pipeline.remote.address import HUB, is_address
 from mergepipe_pipeline.resolution.fp8_output import quantization_config
 from mergepipe_pipeline.resolution.layer_config import layer_changes
 from mergepipe_pipeline.resolution.plain_numbers import stale_settings
@@ -32,6 +32,7 @@ from mergepipe_pipeline.storage.side_files import (
     CONFIG,
     SideStamp,
     is_module,
+    missing_modules,
     pickled_modules,
     side_files,
     side_sha256,
@@ -276,10 +277,22 @@ def _modules(template: Checkpoint, models: Sequence[Model]) -> Iterator[str]:
 
 
 def _module_digests(checkpoint: Checkpoint) -> tuple[dict[str, str], list[str]]:
-    """SHA-256 of each file of the modules beside a model by name, and which of them are pickled."""
+    """SHA-256 of each file of the modules beside a model by name, and which of them are pickled.
+
+    Raises IncompatibleCheckpointsError where they cannot be seen.
+    """
     if not is_address(checkpoint.root) and not os.path.exists(checkpoint.root):
         return {}, []  # of a stored plan, whose curve is drawn
     with open_source(checkpoint.root) as source:
+        is_far = is_address(checkpoint.root) and not checkpoint.root.startswith(f"{HUB}://")
+        if is_far and (missing := missing_modules(source)):
+            raise IncompatibleCheckpointsError(
+                "Modules of sentence-transformers cannot be read from this address",
+                where=checkpoint.root,
+                expected="a folder, or a model of the hub, where modules.json lists modules",
+                found=f"an address below which no folders are seen: {listed(missing, _MOST_NAMED)}",
+                next_step="download the model and give its folder, or take modules.json away",
+            )
         stamps = [s for s in side_stamps(source, checkpoint.root) if is_module(s.file)]
         pickled = [SideStamp(n, source.size(n), 0) for n in pickled_modules(source)]
         digests = {s.file: side_sha256(source, s) for s in (*stamps, *pickled)}

@@ -101,6 +101,13 @@ def pickled_modules(source: CheckpointSource) -> list[str]:
     ]
 
 
+def missing_modules(source: CheckpointSource) -> list[str]:
+    """The folders that modules.json lists and that are not seen in a source."""
+    there = source.list()
+    folders = _modules(source, source.size(_MODULES)) if _MODULES in there else []
+    return [folder for folder in folders if folder not in there]
+
+
 def side_stamps(source: CheckpointSource, uri: str) -> list[SideStamp]:
     """The side files there are, by name. Raises as `side_files`."""
     sizes = side_files(source, uri)

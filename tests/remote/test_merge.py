@@ -9,14 +9,17 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from mergepipe_pipeline.errors import CheckpointChangedError
+from mergepipe_pipeline.errors import CheckpointChangedError, IncompatibleCheckpointsError
 from mergepipe_pipeline.remote.ranges import downloads_folder
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.storage.atomic import remove_tree
 from mergepipe_pipeline.verbs.merge import Merged, merge
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.remote.servers import FolderServer, Server
+from tests.execution.test_side_files import add_modules
+from tests.remote.servers import FolderServer, HubServer, Server
 
 #: Of four models, with the eight bytes before.
 _HEADERS_NBYTES = 4 * 3000
@@ -86,6 +89,29 @@ def test_a_merge_from_an_address_has_the_bits_of_a_local_one_for_the_bytes_that_
     planned = again.realised.expert_bytes_read + again.realised.base_bytes_read
     assert planned <= sum(_weights(server)) <= 1.02 * planned + _HEADERS_NBYTES
     assert len(_weights(server)) <= 2 * 5 + 30
+
+
+def _with_modules(models: Path) -> None:
+    for model in models.iterdir():
+        add_modules(model)
+
+
+def test_modules_on_the_hub_are_compared(hub: HubServer, home: Warehouse, recipe_at: Build) -> None:
+    _with_modules(hub.folder / "org")
+    text = recipe_at(lambda name: f"hf://org/{name}")
+    _merge(home, text)
+    dense = hub.folder / "org" / "expert_00" / "2_Dense" / "model.safetensors"
+    save_file({"linear.weight": torch.ones(4, 4)}, dense)
+    with pytest.raises(IncompatibleCheckpointsError, match=r"expert_00@\w+, 2_Dense/model"):
+        _merge(home, text)
+
+
+def test_modules_that_a_server_does_not_list_are_refused(
+    folder: FolderServer, home: Warehouse, recipe_at: Build
+) -> None:
+    _with_modules(folder.folder)
+    with pytest.raises(IncompatibleCheckpointsError, match="cannot be read from this address"):
+        _merge(home, recipe_at(lambda name: f"{folder.url}/{name}"))
 
 
 def _weights(server: Server) -> list[int]:
