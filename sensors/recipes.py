@@ -186,8 +186,7 @@ def build_recipe_sensor(
         make_pool_known(instance, place.running.pool)
         found = recipe_files(mergepipe.warehouse)
         files = [_named(f, place) for f in found if names is None or f.name in names]
-        told = partial(unready, is_known(context))
-        requests, states = _look(mergepipe, ours, busy, told, files)
+        requests, states = _look(mergepipe, ours, busy, partial(unready, is_known(context)), files)
         requests, more = decide(context, wanting, requests, states) if wanting else (requests, {})
         first = None if states else first_steps(mergepipe.warehouse)
         shown = []
