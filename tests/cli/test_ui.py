@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -14,9 +13,7 @@ from click.testing import CliRunner
 
 from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.deploy.instance import SETTINGS
-from mergepipe_pipeline.warehouse import Warehouse
-from tests.dagster_layer.daemon import Daemon, free_port
-from tests.support.processes import wait_for
+from tests.dagster_layer.daemon import free_port
 
 
 def test_an_occupied_port_is_said_before_anything_is_made_or_started(tmp_path: Path) -> None:
@@ -79,19 +76,3 @@ def test_the_settings_are_those_of_the_instance_that_the_environment_names(
     settings = Path(environment["DAGSTER_HOME"]) / SETTINGS.name
     # Without them nothing is limited, and runs that were killed as they began are never ended.
     assert settings.read_bytes() == SETTINGS.read_bytes()
-
-
-def test_sigterm_ends_a_ui_that_a_script_runs_in_the_background_and_its_children(
-    home: Warehouse,
-) -> None:
-    pytest.importorskip("dagster_webserver")
-    daemon = Daemon(home, ui="mergepipe", sigint=signal.SIG_IGN)
-    daemon.runs()
-    try:
-        daemon.start()
-        daemon.wait_for("a look at recipes", lambda: daemon.skips("recipe_sensor"))
-        (first,) = [p for p in daemon.processes() if os.getsid(p) == p]
-        os.kill(first, signal.SIGTERM)
-        wait_for("the end of all processes", lambda: not daemon.processes())
-    finally:
-        daemon.kill()

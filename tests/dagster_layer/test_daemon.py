@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import sqlite3
 import sys
 import threading
@@ -20,6 +22,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.conftest import Drop
 from tests.dagster_layer.daemon import Daemon, asks_again, most_at_once, running_daemon
 from tests.dagster_layer.guests import Team, made_long_ago, workspace_of_two
+from tests.support.processes import wait_for
 
 pytestmark = [pytest.mark.waits, pytest.mark.filterwarnings("ignore::Warning")]
 _RETRY_S = 1
@@ -166,3 +169,19 @@ def test_a_merge_that_a_person_terminates_ends_within_its_step_and_no_step_begin
         with daemon.instance as instance:
             again = instance.all_logs(run.run_id, of_type=dg.DagsterEventType.STEP_RESTARTED)
         assert not again
+
+
+def test_sigterm_ends_a_ui_that_a_script_runs_in_the_background_and_its_children(
+    home: Warehouse,
+) -> None:
+    pytest.importorskip("dagster_webserver")
+    daemon = Daemon(home, ui="mergepipe", sigint=signal.SIG_IGN)
+    daemon.runs()
+    try:
+        daemon.start()
+        daemon.wait_for("a look at recipes", lambda: daemon.skips("recipe_sensor"))
+        (first,) = [p for p in daemon.processes() if os.getsid(p) == p]
+        os.kill(first, signal.SIGTERM)
+        wait_for("the end of all processes", lambda: not daemon.processes())
+    finally:
+        daemon.kill()
