@@ -120,8 +120,6 @@ class PlanningProblem:
         if any(r.block_l2sq is None for r in self.candidates.rows):
             return None
         residuals = [self.table.residual_sq(levels) for levels in choices]
-        if not any(residual.any() for residual in residuals):  # all is read
-            return np.zeros((len(choices), PARTS))
 
         def of_group(group: Group) -> F64Array:
             squares = np.zeros((len(choices), PARTS))
