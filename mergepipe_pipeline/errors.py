@@ -13,7 +13,7 @@ from mergepipe_pipeline.secrets import discreet
 
 
 class MergePipeError(Exception):
-    """Root of all errors raised on purpose; `exit_code` is the exit status."""
+    """An error of no other kind, and the root of all."""
 
     exit_code = 10
     problems: tuple[str, ...] = ()

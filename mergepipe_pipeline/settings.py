@@ -195,7 +195,7 @@ RETRY = Setting[float](
     "MERGEPIPE_RETRY_S",
     "seconds",
     30.0,
-    "The same after a failed merge.",
+    "The pause after a failed merge; further ones grow as for the inbox.",
     _number,
 )
 SENSOR_INTERVAL = Setting[int | None](

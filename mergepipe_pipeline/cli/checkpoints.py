@@ -382,7 +382,7 @@ def estimate_lines(estimates: Sequence[PackEstimate], label: str) -> list[str]:
 )
 @verb
 def unpack(console: Console, name: str, to: str | None) -> None:
-    """Make the weight files that `pack --replace` moved away again.
+    """Make again the weight files that `pack --replace` moved away.
 
     NAME@VERSION, or NAME@ and the start of a checkpoint id, is an older version of it.
     """

@@ -273,7 +273,7 @@ def pick(
     cheapest: str | None,
     ref: str | None,
 ) -> None:
-    """Publish the cheapest candidate of a search that keeps to these bounds."""
+    """Publish the cheapest candidate of a search that keeps to given bounds."""
     from mergepipe_pipeline.verbs import search as verbs
 
     bounds = [*_bounds(minima, "min"), *_bounds(maxima, "max")]

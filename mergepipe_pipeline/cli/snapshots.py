@@ -341,7 +341,7 @@ def verify(
     scopes: Sequence[Scope],
     inputs: bool,
 ) -> None:
-    """Re-hash every byte of a snapshot, or with --all of all.
+    """Re-hash every byte of a snapshot, or, with --all, of everything.
 
     WHAT is an id, a prefix, a ref, REF@VERSION, or a folder of --out. Exit 0, or name what is wrong
     and exit 19.
