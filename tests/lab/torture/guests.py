@@ -42,7 +42,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.guests import MODULE, origins, repository_of
 from tests.lab.torture.tally import Outcome, Problem
 
-_SHORT, _LONG = (1, 60), (600, 120)  # tries, steps of each
+_SHORT, _LONG = (1, 40), (600, 120)  # tries, steps of each
 _BEGUN = (Status.NOT_STARTED, Status.STARTED, Status.CANCELING)
 _OVER = (Status.SUCCESS, Status.FAILURE, Status.CANCELED)
 _STATUSES = (*_BEGUN, *_OVER, Status.QUEUED, Status.STARTING)

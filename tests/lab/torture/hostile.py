@@ -18,7 +18,7 @@ from tests.lab.torture.tally import Outcome, Problem
 from tests.lab.torture.world import recipes
 from tests.recipe.test_fuzz import TRAPS
 
-_SHORT, _LONG = 16, 1000
+_SHORT, _LONG = 8, 1000
 #: Seconds after which an answer about a tiny model is a hang.
 _HANGS_S = 10.0
 _EXAMPLES = sorted((Path(__file__).parents[2] / "recipes" / "valid").glob("*.yml"))
