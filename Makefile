@@ -11,7 +11,7 @@ BENCH_ROUNDS ?= 3
 BENCH_PEER ?= --peer
 BENCH_ROWS ?= bench/rows.jsonl
 TORTURE ?= all
-PYTEST := $(BIN)/pytest --dist worksteal -q --durations=25
+PYTEST := $(BIN)/pytest -q --durations=25
 
 # Each process that a test starts would compile the whole program again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -61,12 +61,13 @@ ui: venv
 test: venv lint
 	$(MAKE) -j 2 types kernels
 	$(MAKE) layers
-	HYPOTHESIS_PROFILE=quick $(PYTEST) -n 3 -m "not long"
+	HYPOTHESIS_PROFILE=quick $(PYTEST) --dist worksteal -n 3 -m "not long"
 
 test-all: test test-long
 
+# These wait for daemons and browsers, which a module's tests share: each module has one worker.
 test-long: venv
-	$(PYTEST) -n 4 -m long  # these wait more: for daemons and browsers
+	$(PYTEST) --dist loadscope --no-loadscope-reorder -n 4 -m long
 
 lint: venv
 	$(BIN)/ruff check .
