@@ -32,7 +32,7 @@ from mergepipe_pipeline.storage.side_files import (
     CONFIG,
     SideStamp,
     is_module,
-    missing_modules,
+    module_folders,
     pickled_modules,
     side_files,
     side_sha256,
@@ -284,8 +284,11 @@ def _module_digests(checkpoint: Checkpoint) -> tuple[dict[str, str], list[str]]:
     if not is_address(checkpoint.root) and not os.path.exists(checkpoint.root):
         return {}, []  # of a stored plan, whose curve is drawn
     with open_source(checkpoint.root) as source:
+        if not (folders := module_folders(source)):
+            return {}, []
+        missing = [folder for folder in folders if folder not in source.list()]
         is_far = is_address(checkpoint.root) and not checkpoint.root.startswith(f"{HUB}://")
-        if is_far and (missing := missing_modules(source)):
+        if is_far and missing:
             raise IncompatibleCheckpointsError(
                 "Modules of sentence-transformers cannot be read from this address",
                 where=checkpoint.root,
@@ -294,7 +297,7 @@ def _module_digests(checkpoint: Checkpoint) -> tuple[dict[str, str], list[str]]:
                 next_step="download the model and give its folder, or take modules.json away",
             )
         stamps = [s for s in side_stamps(source, checkpoint.root) if is_module(s.file)]
-        pickled = [SideStamp(n, source.size(n), 0) for n in pickled_modules(source)]
+        pickled = [SideStamp(n, source.size(n), 0) for n in pickled_modules(source, folders)]
         digests = {s.file: side_sha256(source, s) for s in (*stamps, *pickled)}
     return digests, [s.file for s in pickled]
 

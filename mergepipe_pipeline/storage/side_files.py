@@ -7,7 +7,7 @@ looked into: the modules of sentence-transformers that `modules.json` lists, and
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from mergepipe_pipeline.digest import new_hash
@@ -89,23 +89,20 @@ def is_module(file: str) -> bool:
     return "/" in file and not file.startswith(f"{TEMPLATES}/")
 
 
-def pickled_modules(source: CheckpointSource) -> list[str]:
-    """Weights of modules beside a model that are there as pickles alone, which are not copied."""
+def module_folders(source: CheckpointSource) -> list[str]:
+    """The folders of modules that modules.json lists; none where there is no such file."""
+    return _modules(source, source.size(_MODULES)) if _MODULES in source.list() else []
+
+
+def pickled_modules(source: CheckpointSource, folders: Sequence[str]) -> list[str]:
+    """Weights in folders of modules that are there as pickles alone, which are not copied."""
     there = source.list()
-    folders = _modules(source, source.size(_MODULES)) if _MODULES in there else []
     found = {folder: source.list(folder) for folder in folders if folder in there}
     return [
         f"{folder}/{_PICKLE}"
         for folder, names in found.items()
         if _PICKLE in names and "model.safetensors" not in names
     ]
-
-
-def missing_modules(source: CheckpointSource) -> list[str]:
-    """The folders that modules.json lists and that are not seen in a source."""
-    there = source.list()
-    folders = _modules(source, source.size(_MODULES)) if _MODULES in there else []
-    return [folder for folder in folders if folder not in there]
 
 
 def side_stamps(source: CheckpointSource, uri: str) -> list[SideStamp]:
