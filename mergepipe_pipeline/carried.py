@@ -43,17 +43,23 @@ class KernelCache(NullCache):
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """The compiled code for these types; None if there is none."""
-        own = self._own.load_overload(sig, target_context) if self._kept().exists() else None
+        # What stands compiled needs the runtime alone. Numba would load all that it compiles with,
+        # too, for half a second.
+        _core.runtime.rtsys.initialize(target_context)
+        own = self._loaded(sig, target_context) if self._kept().exists() else None
         path = carried_path(self._carried, self._function, sig)
         is_carried = self.takes_carried and path.exists() and fits(target_context.codegen())
         if own is not None or not is_carried:
             return own
-        target_context.refresh()
         result = _core.compiler.CompileResult._rebuild(
             target_context, *pickle.loads(path.read_bytes())
         )
         _core.caching._cache_log("[cache] data loaded from %r", str(path))
         return result
+
+    def _loaded(self, sig: Any, target_context: Any) -> Any:
+        with self._own._guard_against_spurious_io_errors():
+            return self._own._load_overload(sig, target_context)
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Keep what was compiled, for this processor."""

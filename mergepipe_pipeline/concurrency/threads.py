@@ -19,9 +19,6 @@ FILES = 2
 READING = 4
 #: Catalog files that are read or written at once.
 CATALOG = 2
-#: Tensors that the planner works on at once: its compiled passes and the operators run without the
-#: interpreter's lock.
-PLANNING = 2
 #: More threads of analysis only hold more windows: the hashes of one tensor are taken in order.
 _MAX_ANALYSIS = 4
 

@@ -16,8 +16,6 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from mergepipe_pipeline.arrays import F64Array, I64Array
-from mergepipe_pipeline.concurrency import threads
-from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.domain.plan import Estimates
 from mergepipe_pipeline.domain.recipe import Budget
 from mergepipe_pipeline.errors import BudgetError
@@ -132,10 +130,11 @@ class PlanningProblem:
             return squares
 
         total = np.zeros((len(choices), PARTS))
-        # The threads of a BLAS would fight over matrices of this size.
-        with threadpool_limits(1, "blas"), Workers(threads.PLANNING) as workers:
-            for squares in workers.map(of_group, self.candidates.groups()):
-                total += squares
+        # Threads of our own would wait for the interpreter's lock: two took twice as long as none.
+        # Those of a BLAS would fight over matrices of this size.
+        with threadpool_limits(1, "blas"):
+            for group in self.candidates.groups():
+                total += of_group(group)
         return total
 
 
