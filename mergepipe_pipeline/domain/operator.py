@@ -52,11 +52,8 @@ class OperatorSchema:
     """The declaration of one merge method; `formula` in plain text, `reference` a URL.
 
     `experts` are the fewest and the most models besides the base that one tensor may have.
-    `takes_approximations`: a delta that is only near gives a result that is near, because what is
-    computed of an element depends on its size, sign and the tensor's exact facts. Not so for
-    methods that count elements by whether they differ, or rank them among others: approximated
-    elements are equal to each other, or to the base, in large numbers. Of an "unbounded" response
-    no method takes any.
+    `approximates_by_request`: deltas are approximated only where a recipe asks for packs by name,
+    because more bytes of such deltas do not bring the result nearer to the full merge.
     """
 
     name: str
@@ -69,7 +66,7 @@ class OperatorSchema:
     fact: Fact = "none"
     scope: Scope = "element"
     response: Response = "additive"
-    takes_approximations: bool = True
+    approximates_by_request: bool = False
 
     @property
     def needs_base(self) -> bool:

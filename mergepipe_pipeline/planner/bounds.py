@@ -44,6 +44,9 @@ class Sensitivity:
     has_divisor_zero: bool
 
 
+#: Why there is no bound, and of what then.
+_ELSEWHERE = "what is read in one place changes the result in others"
+_AS_READ = "; ranks and norms are those of deltas as they are read"
 #: What each argument is called.
 _NOTES: dict[Response, str] = {
     "additive": "triangle inequality",
@@ -67,7 +70,7 @@ def error_bound(
             continue
         sensitivity = sensitivities[group.tensor]
         if sensitivity.response == "unbounded":
-            return Bound(None, "what is read in one place changes the result in others")
+            return Bound(None, _ELSEWHERE + (_AS_READ if group.table(is_near).any() else ""))
         if sensitivity.has_divisor_zero:
             return Bound(None, "a normalised sign vote with negative weights has no bound")
         notes.add(_NOTES[sensitivity.response])

@@ -13,7 +13,6 @@ import numpy as np
 
 from mergepipe_pipeline.arrays import BoolArray, F32Array, I64Array, U32Array
 from mergepipe_pipeline.domain.blocks import BlockGrid
-from mergepipe_pipeline.domain.operator import OperatorSchema, Response
 from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, FACTORED, TIERS, TIERS_OF, PackSource
 from mergepipe_pipeline.domain.plan import TrimRule
 
@@ -120,13 +119,10 @@ def packed_row(
     )
 
 
-def row_levels(
-    packed: PackedRow, schema: OperatorSchema, response: Response, trim: TrimRule | None
-) -> RowLevels:
-    """Return the levels that a method can use of a packed row that it trims by `trim`."""
+def row_levels(packed: PackedRow, trim: TrimRule | None, *, approximates: bool) -> RowLevels:
+    """Return the levels of a packed row that is trimmed by `trim`; all, or those that are exact."""
     exact = np.zeros(N_LEVELS, np.bool_)
     exact[_X] = True
     # X20 has every |δ| from its threshold up, and a trim keeps some of those from its own up.
     exact[_X20] = trim is not None and trim.threshold_bits >= packed.threshold_bits
-    is_near_enough = schema.takes_approximations and response != "unbounded"
-    return RowLevels(packed=packed, usable=exact | is_near_enough, exact=exact)
+    return RowLevels(packed=packed, usable=exact | approximates, exact=exact)

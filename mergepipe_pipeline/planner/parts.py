@@ -27,6 +27,7 @@ from mergepipe_pipeline.planner.candidates import Row, lay_out
 from mergepipe_pipeline.planner.levels import LevelTable
 from mergepipe_pipeline.planner.packed_rows import Packs, row_levels
 from mergepipe_pipeline.planner.samples import Samples, Simulate
+from mergepipe_pipeline.planner.strategies import PACKS
 
 #: A sum of weights that is nearer to one is one: 0.7 + 0.2 + 0.1.
 _ROUNDING = 1e-6
@@ -193,9 +194,10 @@ class Parts:
         packed = of_pair.get((t.inputs[i].tensor, t.base.tensor))
         if packed is None:
             return row
-        method, trim = OPERATORS[part.operator], self._facts.trims.get((t.name, i))
-        levels = row_levels(packed, method.schema, method.response(part.params), trim)
-        return replace(row, levels=levels)
+        trim = self._facts.trims.get((t.name, i))
+        is_asked = self._recipe.strategy == PACKS
+        approximates = is_asked or not OPERATORS[part.operator].schema.approximates_by_request
+        return replace(row, levels=row_levels(packed, trim, approximates=approximates))
 
     def _kept(self, part: Part, i: int, s: TensorStats | None) -> tuple[Kept | None, float]:
         """Return the part of a delta that is kept (None: all), and a drop's probability."""

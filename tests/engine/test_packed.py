@@ -140,7 +140,10 @@ def test_exact_levels_of_other_types_give_the_originals_file(tmp_path: Path, dty
         assert found == wanted
 
 
-@pytest.mark.parametrize("operator", ["linear", "task_arithmetic", "ties", "dare_ties", "della"])
+@pytest.mark.parametrize(
+    "operator",
+    ["linear", "task_arithmetic", "ties", "dare_ties", "della", "della_linear", "ram", "sce"],
+)
 def test_near_levels_give_what_the_operator_makes_of_their_deltas_in_torch(
     family: PackedFamily, tmp_path: Path, operator: str
 ) -> None:

@@ -13,7 +13,6 @@ from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, FACTORED, TIERS
 from mergepipe_pipeline.domain.plan import TrimRule
 from mergepipe_pipeline.domain.recipe import Budget, Selection, Share
 from mergepipe_pipeline.errors import BudgetError
-from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.packs.index import summed
 from mergepipe_pipeline.planner.candidates import Row, lay_out
 from mergepipe_pipeline.planner.levels import Levels, LevelTable, packed_input
@@ -242,27 +241,8 @@ PACKED = packed_row(
 
 
 def test_x20_is_exact_for_a_trim_that_keeps_no_more_than_it_holds() -> None:
-    ties, x20 = OPERATORS["ties"].schema, TIERS.index("X20")
+    x20 = TIERS.index("X20")
     for bits, is_exact in ((99, False), (100, True), (101, True)):
-        assert row_levels(PACKED, ties, "vote", TrimRule(bits, 5)).exact[x20] == is_exact
-    assert not row_levels(PACKED, ties, "vote", None).exact[x20]
-
-
-def test_methods_that_rank_or_count_elements_take_exact_levels_only() -> None:
-    only_exact = set()
-    for name, operator in OPERATORS.items():
-        params = tuple(
-            (p.name, p.default) for p in operator.schema.parameters if p.scope == "method"
-        )
-        given = tuple((n, 0.5 if v is None else v) for n, v in params)
-        levels = row_levels(PACKED, operator.schema, operator.response(given), None)
-        if not levels.usable[0]:
-            only_exact.add(name)
-    assert only_exact == {
-        "arcee_fusion",
-        "della",
-        "della_linear",
-        "ram",
-        "ramplus_tl",
-        "sce",
-    }
+        levels = row_levels(PACKED, TrimRule(bits, 5), approximates=True)
+        assert levels.exact[x20] == is_exact
+    assert not row_levels(PACKED, None, approximates=True).exact[x20]

@@ -78,7 +78,6 @@ def _settle(
 @operator(
     "ram",
     response="mean",
-    takes_approximations=False,  # what is approximated by 0 would not count as changed
     formula="B + Σ δᵢ[|δᵢ| > ε] / max(1, number of |δᵢ| > ε)",
     reference="https://arxiv.org/abs/2601.13572",
 )
@@ -90,7 +89,6 @@ def ram(window: Window, *, epsilon: Epsilon = EPSILON) -> Tensor:
 @operator(
     "ramplus_tl",
     response="vote",
-    takes_approximations=False,  # as ram
     formula="as ram, times λᵢ = 1 + r·clamp(sharedᵢ / aloneᵢ, 0, α) where expert i is alone; "
     "sharedᵢ and aloneᵢ count the tensor's elements that it changes with others and alone",
     reference="https://arxiv.org/abs/2601.13572",

@@ -86,7 +86,7 @@ def _settle(measured: tuple[float, ...], select_topk: float, int8_mask: bool) ->
 @operator(
     "sce",
     response="mean",
-    takes_approximations=False,  # variances of approximated elements tie, and their rank decides
+    approximates_by_request=True,  # variances of approximated elements tie, and their rank decides
     formula="δᵢ only where their variance is among the int(nonzero·topk) largest; wᵢ = mean δᵢ² "
     "over the sum of these, uniform if that is below 1e-6; s = sign Σ δᵢ (0 is +); "
     "B + Σ wᵢδᵢ[sign δᵢ = s] / max(Σ wᵢ[sign δᵢ = s], 1e-6)",
