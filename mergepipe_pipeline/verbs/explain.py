@@ -237,7 +237,9 @@ def shares_picture(plan: MergePlan) -> bytes:
         read = 100 * s.nbytes_read / max(1, s.nbytes_total)
         values[layers.index(s.place), experts.index(s.expert)] = read
     title = f"{plan.recipe_name}: % of bytes read"
-    return heat_maps([HeatMap(layers, experts, values, title, limits=(0, 100), text="{:.0f}")])
+    # Packs give skill from a thousandth of the bytes on: colours span what is read.
+    limits = 0.0, float(np.nanmax(values, initial=0.0)) or 100.0
+    return heat_maps([HeatMap(layers, experts, values, title, limits, text="{:.3g}")])
 
 
 def _name(plan: MergePlan, e: ExpertInput) -> str:
