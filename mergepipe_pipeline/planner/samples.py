@@ -60,11 +60,6 @@ class Samples:
         #: [blocks]: elements that each sampled block stands for.
         self._lengths = lengths * (numel / lengths.sum())
 
-    @property
-    def is_simulated(self) -> bool:
-        """Whether the merge is tried as it is, and not taken for a sum."""
-        return self._simulate is not None
-
     def squares(self, choices: Sequence[Levels], residuals: Sequence[F64Array]) -> F64Array:
         """Squared errors [choices, PARTS] of reading levels, by each part's estimate.
 

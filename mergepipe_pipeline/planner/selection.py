@@ -88,13 +88,9 @@ class PlanningProblem:
         return constraints_of(budget, self.candidates, self.tensors, self.experts)
 
     def predict(self, choices: Sequence[Levels]) -> list[Prediction] | None:
-        """Estimate the error of each choice; None without statistics.
-
-        None, too, where ranks or norms of whole rows decide: samples have none.
-        """
-        by_rows = (n for n, s in self.sensitivities.items() if s.response == "unbounded")
+        """Estimate the error of each choice; None without statistics."""
         squares = self.squares(choices)
-        if squares is None or not all(self.samples[n].is_simulated for n in by_rows):
+        if squares is None:
             return None
         means, off = squares.mean(axis=1), _stated(squares)
         predictions = []

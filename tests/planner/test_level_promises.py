@@ -157,11 +157,9 @@ def test_methods_that_rank_come_nearer_to_the_full_merge_from_packs_than_from_bl
         says = "as they are read" in told.bound_note
         assert says == (strategy == "packs" and method != "ram")
         assert are_approximated(plan) == (strategy == "packs")
-        # Samples are no rows: what norms or angles of rows decide is not predicted.
-        if method in ("nuslerp", "model_stock"):
-            assert told.predicted_error is told.update_norm is None
-        else:
-            assert told.predicted_error is not None
+        # Samples are no rows: what norms or angles of rows decide is only guessed.
+        assert told.predicted_error is not None
+        if method not in ("nuslerp", "model_stock"):
             assert errors[strategy] / 2 <= told.predicted_error <= 2 * errors[strategy]
     assert errors["packs"] < 0.8 * errors["magnitude"]
 
