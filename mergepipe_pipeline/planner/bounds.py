@@ -44,7 +44,7 @@ class Sensitivity:
     has_divisor_zero: bool
 
 
-#: Why there is no bound, and of what then.
+#: Why there is no bound, and what is added where deltas are approximated.
 _ELSEWHERE = "what is read in one place changes the result in others"
 _AS_READ = "; ranks and norms are those of deltas as they are read"
 #: What each argument is called.
