@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from mergepipe_pipeline.arrays import I64Array
 from tests.lab.bench_llm.tasks import Item
+
+#: Where models learn and answer.
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +43,19 @@ class Encoder:
         """Write the tokenizer's files."""
         self._tokenizer.save_pretrained(folder)
 
-    def prompt(self, text: str) -> list[int]:
-        """The tokens of a text."""
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+    def prompts(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of each text."""
+        ids: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         return ids
 
-    def answer(self, item: Item) -> list[int]:
-        """The tokens of an answer and of its end."""
-        return [*self.prompt(item.answer), self.end]
+    def answers(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of each answer and of its end."""
+        return [[*ids, self.end] for ids in self.prompts(texts)]
 
     def batch(self, items: Sequence[Item]) -> Batch:
         """Items with their answers, padded on the right."""
-        prompts = [self.prompt(i.prompt) for i in items]
-        answers = [self.answer(i) for i in items]
+        prompts = self.prompts([i.prompt for i in items])
+        answers = self.answers([i.answer for i in items])
         whole = [p + a for p, a in zip(prompts, answers, strict=True)]
         ids, mask = self._padded(whole)
         rows = [n for n, a in enumerate(answers) for _ in a]
@@ -57,20 +63,36 @@ class Encoder:
             len(p) - 1 + i for p, a in zip(prompts, answers, strict=True) for i in range(len(a))
         ]
         targets = [token for a in answers for token in a]
-        return Batch(ids, mask, torch.tensor(rows), torch.tensor(places), torch.tensor(targets))
+        return Batch(ids, mask, placed(rows), placed(places), placed(targets))
 
-    def prompts(self, items: Sequence[Item]) -> tuple[Tensor, Tensor]:
+    def questions(self, items: Sequence[Item]) -> tuple[Tensor, Tensor]:
         """Tokens and mask of the questions alone, padded on the left."""
-        return self._padded([self.prompt(i.prompt) for i in items], left=True)
+        return self._padded(self.prompts([i.prompt for i in items]), left=True)
 
     def _padded(
         self, rows: Sequence[Sequence[int]], *, left: bool = False
     ) -> tuple[Tensor, Tensor]:
-        most = max(map(len, rows))
-        ids = torch.full((len(rows), most), self.end)
-        mask = torch.zeros((len(rows), most), dtype=torch.long)
+        shape = len(rows), max(map(len, rows))
+        ids, mask = np.full(shape, self.end), np.zeros(shape, np.int64)
         for n, row in enumerate(rows):
-            place = slice(most - len(row), most) if left else slice(0, len(row))
-            ids[n, place] = torch.tensor(row)
+            place = slice(shape[1] - len(row), None) if left else slice(len(row))
+            ids[n, place] = row
             mask[n, place] = 1
-        return ids, mask
+        return placed(ids), placed(mask)
+
+
+@cache
+def encoder(base: Path) -> Encoder:
+    """The tokenizer of a base, read once."""
+    return Encoder(base)
+
+
+@cache
+def batch(base: Path, items: tuple[Item, ...]) -> Batch:
+    """Items with their answers as a base's tokens, made once."""
+    return encoder(base).batch(items)
+
+
+def placed(values: Sequence[int] | I64Array) -> Tensor:
+    """Whole numbers as a tensor where models are."""
+    return torch.as_tensor(values, device=DEVICE)

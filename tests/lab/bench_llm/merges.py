@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,6 +14,8 @@ from statistics import mean
 from tempfile import TemporaryDirectory
 
 from mergepipe_pipeline.domain.plan import Estimates
+from mergepipe_pipeline.verbs.pack import pack
+from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.lab.bench.bench_budget import distance, forget, run
 from tests.lab.bench.cases import mergekit
@@ -71,54 +75,98 @@ METHODS = (
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A base with the experts of all tasks, of one kind and seed."""
+    """A base with the experts of all tasks, of one kind and seed; scores stand in `home`."""
 
     kind: Kind
     seed: int
     base: Path
     experts: tuple[Path, ...]
+    home: Path
+    until: float
 
     @property
     def key(self) -> str:
         """What tells the family from others in the file of scores."""
         return f"{self.kind.name} {self.seed}"
 
+    @property
+    def scored(self) -> Scored:
+        """The scores so far."""
+        return Scored(self.home / "scores.jsonl", self.until)
 
-def judge(
-    home: Warehouse,
-    family: Family,
-    scored: Scored,
-    budgets: Sequence[str] = BUDGETS,
-    keep: int = 3,
-) -> None:
-    """Score base, experts, full merges, and the best `keep` of them under budgets.
+    @property
+    def packed(self) -> Path:
+        """The warehouse that has the experts' packs."""
+        return self.home / "warehouses" / self.key.replace(" ", "-")
 
-    The validation split of the first seed says which scales and methods are best.
-    """
-    tasks, base = family.kind.tasks, family.base
-    scored.put(family.kind.model.name, lambda: whole(Model(base, base), tasks))
+
+def pack_all(family: Family) -> None:
+    """Make the warehouse with the experts' packs; what it has stays."""
+    home = Warehouse.at(family.packed).ensure()
+    register(home, family.base, family.base.name)
     for expert in family.experts:
+        register(home, expert, expert.name, family.base.name)
+    with family.scored.part("pack"):
+        pack(home, [e.name for e in family.experts])
+
+
+def single(family: Family, expert: Path | None) -> None:
+    """Score an expert, or the base."""
+    scored, base = family.scored, family.base
+    if expert is None:
+        scored.put(family.kind.model.name, lambda: whole(Model(base, base), family.kind.tasks))
+    else:
         scored.put(f"{family.key} {expert.name}", partial(_whole, family, expert))
-    if family.seed == FIRST_SEED:
-        for method in METHODS:
-            _tune(home, family, method, scored)
-    best = sorted(METHODS, key=lambda m: -_tuned(family, m, scored)[1])
-    for method in best:
-        _judge(home, family, method, scored, budgets if method in best[:keep] else ())
+
+
+def tune(family: Family, method: Method, scale: float) -> None:
+    """Score a scale of a method on the validation split."""
+    scored, key = family.scored, f"{family.key} {method.operator} scale {scale}"
+    if key not in scored:
+        text = method.recipe(family.base, family.experts, scale)
+        with _own(family) as home, _merged(home, scored, text, None) as (folder, _):
+            scored.put(key, partial(_valid, family, folder))
+
+
+def ranked(family: Family) -> list[Method]:
+    """All methods, the best of the validation split of the first seed first."""
+    return sorted(METHODS, key=lambda m: -_tuned(family, m)[1])
+
+
+def judge(family: Family, method: Method, budgets: Sequence[str]) -> None:
+    """Score the full merge, mergekit's, and those under the budgets, from packs and from blocks."""
+    scored, name = family.scored, f"{family.key} {method.operator}"
+    keys = [f"{name} {budget} {source}" for budget in budgets for source in STRATEGIES]
+    has_peer = family.seed == FIRST_SEED and method.is_mergekit
+    missing = [key for key in keys if key not in scored]
+    asked = [f"{name} 100%", *([f"{name} mergekit"] if has_peer else [])]
+    if not missing and all(key in scored for key in asked):
+        return
+    text = method.recipe(family.base, family.experts, _tuned(family, method)[0])
+    with _own(family) as home, _merged(home, scored, text, None) as (full, promised):
+        scored.put(f"{name} 100%", lambda: _whole(family, full))
+        with scored.part("score"):
+            model, tasks = Model(full, family.base), family.kind.tasks
+            answers = answered(model, "test", tasks) if missing else {}
+            one = distance(full, family.base)
+        for key in missing:
+            *_, budget, source = key.split()
+            with _merged(home, scored, text, budget, STRATEGIES[source]) as (folder, planned):
+                find: Callable[[], Scores] = partial(_beside, family, folder, full, one, answers)
+                if folder.name == full.name:  # which is that of its bits
+                    find = partial(_equal, scored[f"{name} 100%"], tasks)
+                read = planned.expert_bytes_planned / promised.expert_bytes_total
+                scored.put(key, find, read=read)
+        if has_peer and f"{name} mergekit" not in scored:
+            # There a base of `linear` is one more model, which has to have a weight.
+            of_linear = text.replace(f"base_model: {family.base}\n", "")
+            own = of_linear if method.operator == "linear" else text
+            with _by_mergekit(scored, own) as theirs:
+                scored.put(f"{name} mergekit", lambda: _beside(family, theirs, full, one))
 
 
 def _whole(family: Family, folder: Path, full: Mapping[str, Answers] | None = None) -> Scores:
     return whole(Model(folder, family.base), family.kind.tasks, full)
-
-
-def _tune(home: Warehouse, family: Family, method: Method, scored: Scored) -> None:
-    """Score every scale of a method on the validation split."""
-    for scale in method.scales:
-        if (key := f"{family.key} {method.operator} scale {scale}") in scored:
-            continue
-        text = method.recipe(family.base, family.experts, scale)
-        with _merged(home, scored, text, None) as (folder, _):
-            scored.put(key, partial(_valid, family, folder))
 
 
 def _valid(family: Family, folder: Path) -> Scores:
@@ -126,57 +174,36 @@ def _valid(family: Family, folder: Path) -> Scores:
     return {task: a.share for task, a in found.items()}
 
 
-def _tuned(family: Family, method: Method, scored: Scored) -> tuple[float, float]:
+def _tuned(family: Family, method: Method) -> tuple[float, float]:
     """The scale with the most right answers, the smallest of equals, and their mean share."""
-    key = f"{family.kind.name} {FIRST_SEED} {method.operator} scale"
+    scored, key = family.scored, f"{family.kind.name} {FIRST_SEED} {method.operator} scale"
     shares = {scale: mean(scored[f"{key} {scale}"].values()) for scale in method.scales}
     best = max(shares, key=lambda scale: (shares[scale], -scale))
     return best, shares[best]
 
 
-def _judge(
-    home: Warehouse, family: Family, method: Method, scored: Scored, budgets: Sequence[str]
-) -> None:
-    """Score the full merge, mergekit's, and those under the budgets, from packs and from blocks."""
-    name = f"{family.key} {method.operator}"
-    keys = [f"{name} {budget} {source}" for budget in budgets for source in STRATEGIES]
-    peer = f"{name} mergekit"
-    is_met = peer in scored or family.seed != FIRST_SEED or not method.is_mergekit
-    missing = [key for key in keys if key not in scored]
-    if not missing and is_met and f"{name} 100%" in scored:
-        return
-    text = method.recipe(family.base, family.experts, _tuned(family, method, scored)[0])
-    with _merged(home, scored, text, None) as (full, promised):
-        scored.put(f"{name} 100%", lambda: _whole(family, full))
-        if not is_met:
-            # There a base of `linear` is one more model, which has to have a weight.
-            of_linear = text.replace(f"base_model: {family.base}\n", "")
-            own = of_linear if method.operator == "linear" else text
-            with _by_mergekit(scored, own) as theirs:
-                scored.put(peer, lambda: _beside(family, theirs, full))
-        with scored.part("score"):
-            model, tasks = Model(full, family.base), family.kind.tasks
-            answers = answered(model, "test", tasks) if missing else {}
-        for key in missing:
-            *_, budget, source = key.split()
-            with _merged(home, scored, text, budget, STRATEGIES[source]) as (folder, planned):
-                find: Callable[[], Scores] = partial(_beside, family, folder, full, answers)
-                if folder.name == full.name:  # which is that of its bits
-                    find = partial(_equal, scored[f"{name} 100%"], tasks)
-                read = planned.expert_bytes_planned / promised.expert_bytes_total
-                scored.put(key, find, read=read)
-
-
 def _beside(
-    family: Family, folder: Path, full: Path, answers: Mapping[str, Answers] | None = None
+    family: Family,
+    folder: Path,
+    full: Path,
+    one: float,
+    answers: Mapping[str, Answers] | None = None,
 ) -> Scores:
-    """A merge's scores, and how far it is from the full merge, of which ‖full − base‖ is one."""
-    error = distance(folder, full) / distance(full, family.base)
-    return _whole(family, folder, answers) | {"error": error}
+    """A merge's scores, and how far it is from the full merge, in units of `one`."""
+    return _whole(family, folder, answers) | {"error": distance(folder, full) / one}
 
 
 def _equal(full: Scores, tasks: Sequence[Task]) -> Scores:
     return full | {f"kl {task.name}": 0.0 for task in tasks} | {"error": 0.0}
+
+
+@contextmanager
+def _own(family: Family) -> Iterator[Warehouse]:
+    """A warehouse with the family's packs for one job, since each forgets what it merged."""
+    with TemporaryDirectory(dir=family.home) as place:
+        for part in ("catalog", "packs"):
+            shutil.copytree(family.packed / part, Path(place) / part, copy_function=os.link)
+        yield Warehouse.at(Path(place)).ensure()
 
 
 @contextmanager

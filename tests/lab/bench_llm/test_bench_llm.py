@@ -70,6 +70,25 @@ def test_an_expert_that_was_stopped_is_that_of_one_go_and_learns(
     assert max(divergence(before, before).values()) < 1e-6 < min(divergence(before, after).values())
 
 
+def test_batches_of_one_shape_teach_as_those_of_their_own_do(base: Path, tmp_path: Path) -> None:
+    import torch
+
+    from tests.lab.bench_llm.card import stacked
+    from tests.lab.bench_llm.encoded import Batch
+    from tests.lab.bench_llm.tune import BATCH, Run, Schedule
+
+    few, items = Schedule(2, 5e-5), SUMS.items("train")[:20]
+    one, other = (Run(base, few, tmp_path) for _ in range(2))
+    other.model.set_attn_implementation("sdpa")
+    for n, (rate, *fields) in enumerate(
+        zip(map(torch.tensor, few.rates()), *stacked(one.encoder, items, few.steps), strict=True)
+    ):
+        own = one.encoder.batch([items[(n * BATCH + i) % 20] for i in range(BATCH)])
+        losses = one.step(own, rate), other.step(Batch(*fields), rate)
+        # Two kinds of attention in bfloat16 add up in two orders.
+        torch.testing.assert_close(*losses, rtol=0.01, atol=0)
+
+
 def test_right_is_what_greedy_decoding_says_and_nothing_else(base: Path) -> None:
     from transformers import AutoTokenizer
 

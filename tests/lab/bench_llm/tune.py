@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 
 from mergepipe_pipeline.demo.skills import quiet
 from mergepipe_pipeline.storage.atomic import publish_dir, remove_tree
-from tests.lab.bench_llm.encoded import Batch, Encoder
+from tests.lab.bench_llm.encoded import DEVICE, Batch, encoder
 from tests.lab.bench_llm.tasks import Item, Task
 
 
@@ -32,6 +32,14 @@ class Schedule:
     steps: int
     rate: float
     is_adapter: bool = False
+
+    def rates(self) -> list[float]:
+        """The rate of each step: up within the first, then down as a cosine to a tenth."""
+        shares = (0.45 * (1 + math.cos(math.pi * n / self.steps)) for n in range(self.steps))
+        return [
+            self.rate * ((n + 1) / WARM_UP if n < WARM_UP else 0.1 + share)
+            for n, share in enumerate(shares)
+        ]
 
 
 SHORT, LONG = Schedule(60, 5e-5), Schedule(1500, 5e-5)
@@ -65,28 +73,28 @@ def tuned(
     state = folder.with_name(f"{folder.name}.state")
     with quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        run = _Run(base, schedule, state)
+        run = Run(base, schedule, state)
         run.learn(task.items("train", seed), until)
-        staged = folder.with_name(f".{folder.name}")
-        try:
-            run.save(staged)
-            publish_dir(staged, folder)
-        finally:
-            remove_tree(staged)
+        run.publish(folder)
     remove_tree(state)
     return folder
 
 
-class _Run:
+class Run:
     """A model on its way, its optimiser, and the losses so far."""
 
     def __init__(self, base: Path, schedule: Schedule, state: Path) -> None:
-        self._base, self._schedule, self._state = base, schedule, state
-        self._encoder = Encoder(base)
-        self._model = _loaded(base, schedule)
-        self._parameters = [p for p in self._model.parameters() if p.requires_grad]
+        self._schedule, self._state, self.encoder = schedule, state, encoder(base)
+        self.model = _loaded(base, schedule).to(DEVICE)
+        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
+        # A graph of a GPU's work reads the rate from the GPU.
+        self._rate = torch.tensor(schedule.rate, device=DEVICE)
         self._solver = torch.optim.AdamW(
-            self._parameters, schedule.rate, weight_decay=0.0, fused=True
+            self._parameters,
+            self._rate,
+            weight_decay=0.0,
+            fused=True,
+            capturable=DEVICE.type == "cuda",
         )
         self._losses: list[float] = []
         if (kept := state / "state.pt").exists():
@@ -95,21 +103,16 @@ class _Run:
             self._losses = found["losses"]
             for parameter, value in zip(self._parameters, found["parameters"], strict=True):
                 parameter.data.copy_(value)
+        self._solver.param_groups[0]["lr"] = self._rate
 
     def learn(self, items: Sequence[Item], until: float) -> None:
         """Take the steps that are left; keeps the state every two minutes, and at the end."""
-        kept, steps = time.monotonic(), self._schedule.steps
-        while len(self._losses) < steps and not self._is_flat():
+        kept, rates = time.monotonic(), self._schedule.rates()
+        while len(self._losses) < len(rates) and not is_flat(self._losses):
             step = len(self._losses)
-            for group in self._solver.param_groups:
-                group["lr"] = self._schedule.rate * _share_of_rate(step, steps)
             batch = [items[(step * BATCH + i) % len(items)] for i in range(BATCH)]
-            loss = self._loss(self._encoder.batch(batch))
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
-            self._solver.step()
-            self._solver.zero_grad()
-            self._losses.append(float(loss.detach()))
+            loss = self.step(self.encoder.batch(batch), torch.tensor(rates[step]))
+            self._losses.append(float(loss))
             if time.monotonic() - kept > _KEEP_S:
                 self._keep()
                 kept = time.monotonic()
@@ -117,25 +120,36 @@ class _Run:
                 self._keep()
                 raise TimeoutError(f"stopped after {step + 1} steps of {self._state.stem}")
 
-    def save(self, folder: Path) -> None:
+    def step(self, batch: Batch, rate: Tensor) -> Tensor:
+        """Learn from a batch; the mean loss of its answers' tokens."""
+        self._rate.copy_(rate)
+        self._solver.zero_grad()
+        # A graph would keep weights in 16 bits from step to step.
+        with torch.autocast(DEVICE.type, torch.bfloat16, cache_enabled=False):
+            inner = self.model.base_model.model if self._schedule.is_adapter else self.model
+            hidden = inner.model(
+                input_ids=batch.ids, attention_mask=batch.mask, use_cache=False
+            ).last_hidden_state
+            # The head is applied where it counts: [answer tokens, words].
+            logits = inner.lm_head(hidden[batch.rows, batch.places])
+        loss = cross_entropy(logits.float(), batch.targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
+        self._solver.step()
+        return loss.detach()
+
+    def publish(self, folder: Path, losses: Sequence[float] = ()) -> None:
         """Write the expert in bfloat16, an adapter added to its base, with the losses beside it."""
-        whole = self._model.merge_and_unload() if self._schedule.is_adapter else self._model
-        whole.to(torch.bfloat16).save_pretrained(folder)
-        self._encoder.save(folder)
-        with (folder / "losses.csv").open("w", newline="") as file:
-            csv.writer(file).writerows(enumerate(self._losses))
-
-    def _loss(self, batch: Batch) -> Tensor:
-        """The mean loss of the answers' tokens; the head is applied at these alone."""
-        with torch.autocast("cpu", torch.bfloat16):
-            inner = self._model.base_model.model if self._schedule.is_adapter else self._model
-            hidden = inner.model(input_ids=batch.ids, attention_mask=batch.mask).last_hidden_state
-            logits = inner.lm_head(hidden[batch.rows, batch.places])  # [answer tokens, words]
-        return cross_entropy(logits.float(), batch.targets)
-
-    def _is_flat(self) -> bool:
-        last, before = self._losses[-_WINDOW:], self._losses[-2 * _WINDOW : -_WINDOW]
-        return len(before) == _WINDOW and mean(last) > (1 - _LEAST) * mean(before)
+        whole = self.model.merge_and_unload() if self._schedule.is_adapter else self.model
+        staged = folder.with_name(f".{folder.name}")
+        try:
+            whole.to(torch.bfloat16).save_pretrained(staged)
+            self.encoder.save(staged)
+            with (staged / "losses.csv").open("w", newline="") as file:
+                csv.writer(file).writerows(enumerate(losses or self._losses))
+            publish_dir(staged, folder)
+        finally:
+            remove_tree(staged)
 
     def _keep(self) -> None:
         self._state.mkdir(parents=True, exist_ok=True)
@@ -149,9 +163,10 @@ class _Run:
 def _loaded(base: Path, schedule: Schedule) -> Any:
     from transformers import AutoModelForCausalLM
 
-    # Of short rows plain attention has the faster backward pass: half the time of a step.
+    # Of short rows plain attention has the faster backward pass on a CPU: half the time of a step.
+    attention = "eager" if DEVICE.type == "cpu" else "sdpa"
     model: Any = AutoModelForCausalLM.from_pretrained(
-        base, dtype=torch.float32, attn_implementation="eager"
+        base, dtype=torch.float32, attn_implementation=attention
     )
     model.model.embed_tokens.weight.requires_grad_(False)
     if not schedule.is_adapter:
@@ -162,8 +177,7 @@ def _loaded(base: Path, schedule: Schedule) -> Any:
     return get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=every))
 
 
-def _share_of_rate(step: int, steps: int) -> float:
-    """Up within the first steps, then down as a cosine to a tenth."""
-    if step < WARM_UP:
-        return (step + 1) / WARM_UP
-    return 0.1 + 0.45 * (1 + math.cos(math.pi * step / steps))
+def is_flat(losses: Sequence[float]) -> bool:
+    """Whether the last losses are hardly below those before."""
+    last, before = losses[-_WINDOW:], losses[-2 * _WINDOW : -_WINDOW]
+    return len(before) == _WINDOW and mean(last) > (1 - _LEAST) * mean(before)
