@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mergepipe_pipeline.cli.common import Console, counted, table, verb
+from mergepipe_pipeline.domain.pack import FACTORED
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.text import size
 
@@ -300,8 +301,14 @@ def pull(console: Console, snapshot: str, source: str | None) -> None:
 @click.argument("address")
 @click.argument("experts", nargs=-1)
 @click.option("--base", help="Name of their base here (default: as where they were packed).")
+@click.option(
+    "--rung",
+    type=click.Choice(FACTORED),
+    help="Only the directions up to there, for about 0.1, 0.5 or 2 % of the bytes: of them another "
+    "expert is made, NAME-RUNG, which is near to NAME.",
+)
 @verb
-def pull_pack(console: Console, address: str, experts: tuple[str, ...], base: str | None) -> None:
+def pull_pack(console: Console, address: str, experts: tuple[str, ...], **how: Any) -> None:
     """Take experts' packs that `push --pack` sent.
 
     Without EXPERTS, all there. Their base must be here. Their own files need not: `unpack` makes
@@ -309,7 +316,7 @@ def pull_pack(console: Console, address: str, experts: tuple[str, ...], base: st
     """
     from mergepipe_pipeline.verbs.pull_pack import pull_packs as run
 
-    done = run(console.warehouse, address, experts, base=base, progress=console.progress)
+    done = run(console.warehouse, address, experts, progress=console.progress, **how)
     console.show(
         [asdict(one) for one in done],
         *(

@@ -20,13 +20,21 @@ import numpy as np
 from mergepipe_pipeline.checkpoints.reader import BlockReader
 from mergepipe_pipeline.checkpoints.stored import Verifier, Verify, read_stored
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
-from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, PackedTensor, TensorContent
+from mergepipe_pipeline.domain.pack import (
+    CHUNK_ELEMS,
+    EXACT,
+    FACTORED,
+    PackedTensor,
+    TensorContent,
+    Tier,
+)
 from mergepipe_pipeline.domain.view import TensorView, view_of
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import CheckpointChangedError, CorruptionError
 from mergepipe_pipeline.facts.input_segments import checkpoint_inputs
 from mergepipe_pipeline.facts.offline import open_root
-from mergepipe_pipeline.packs.codec import BITS_OF, decode_bits
+from mergepipe_pipeline.packs.basis import product_in
+from mergepipe_pipeline.packs.codec import BITS_OF, add_delta, decode_bits
 from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.offline import (
     OfflineExpert,
@@ -35,6 +43,8 @@ from mergepipe_pipeline.packs.offline import (
     original_named,
     sound_leftover,
 )
+from mergepipe_pipeline.packs.product import Product
+from mergepipe_pipeline.packs.ternary import step_of
 from mergepipe_pipeline.storage.source import (
     CheckpointSource,
     LocalSource,
@@ -45,6 +55,16 @@ from mergepipe_pipeline.warehouse import Warehouse
 
 #: Tensors whose decoding is kept prepared, and chunks that are decoded at once.
 _HELD_TENSORS, _CHUNKS_AT_ONCE = 64, 16
+
+
+class Near(NamedTuple):
+    """What stands for exact levels: the directions up to `rung`, and tensors as they are stored.
+
+    Of a tensor that has neither, the base's elements do.
+    """
+
+    rung: Tier
+    stored: Mapping[str, bytes]
 
 
 class _Span(NamedTuple):
@@ -80,6 +100,7 @@ class PackFiles(CheckpointSource):
         reading: how files are read.
         pack_root: the folder of frames, by default that of the expert's pack.
         tensors: the packed tensors, by default those of the expert's pack.
+        near: what is read instead of exact levels; then files are not the expert's own.
     """
 
     def __init__(
@@ -91,6 +112,7 @@ class PackFiles(CheckpointSource):
         *,
         pack_root: Path | None = None,
         tensors: Mapping[str, PackedTensor] | None = None,
+        near: Near | None = None,
     ) -> None:
         self._expert, self._folder = expert, folder
         self._numbers = {file.path: number for number, file in enumerate(expert.files)}
@@ -98,7 +120,7 @@ class PackFiles(CheckpointSource):
         self._sound = lru_cache(maxsize=None)(partial(_sound, folder, expert))
         self._own, self._leftovers = (LocalSource(r, reading) for r in (expert.root, folder))
         self._pack_root = pack_root or warehouse.packs.path(expert.pack_id)
-        self._open = partial(_Tensors, warehouse, expert, self._pack_root, tensors, reading)
+        self._open = partial(_Tensors, warehouse, expert, self._pack_root, tensors, reading, near)
         self._lock = RLock()
         self._tensors: _Tensors | None = None
 
@@ -182,7 +204,7 @@ class PackFiles(CheckpointSource):
 
 
 class _Tensors:
-    """The stored bytes of packed tensors, from exact tiers and the base."""
+    """The stored bytes of packed tensors, from tiers and the base."""
 
     def __init__(
         self,
@@ -191,8 +213,9 @@ class _Tensors:
         pack_root: Path,
         tensors: Mapping[str, PackedTensor] | None,
         reading: Reading,
+        near: Near | None,
     ) -> None:
-        self._expert, catalog = expert, warehouse.catalog
+        self._expert, self._near, catalog = expert, near, warehouse.catalog
         self._tensors = warehouse.packs.open(expert.pack_id).tensors if tensors is None else tensors
         self._base = open_root(warehouse, catalog.root(expert.base), expert.base)
         self._known = checkpoint_inputs(warehouse, [self._base])
@@ -201,6 +224,7 @@ class _Tensors:
         self._reader = BlockReader(self._source, self._base, None)
         self._files = FrameFiles(pack_root, reading)
         self._of = lru_cache(maxsize=_HELD_TENSORS)(self._opened)
+        self._product = lru_cache(maxsize=_HELD_TENSORS)(self._directions)
 
     def read_into(self, tensor: str, start_byte: int, out: memoryview) -> None:
         """Fill `out` with a tensor's bytes from `start_byte` on; decodes the chunks they are in.
@@ -230,8 +254,21 @@ class _Tensors:
         read_stored(self._readers, base, start_elem, stop_elem, memoryview(raw), check)
         base_bits = np.frombuffer(raw, BITS_OF[base.dtype])  # [elements], as `expert_bits`
         expert_bits = np.empty_like(base_bits)
-        decode_bits(self._files.read(packed, ("X20", "X"), first, stop), base_bits, expert_bits)
+        if self._near is None:
+            decode_bits(self._files.read(packed, EXACT, first, stop), base_bits, expert_bits)
+        elif (stored := self._near.stored.get(packed.name)) is not None:
+            expert_bits[:] = np.frombuffer(stored, base_bits.dtype)[start_elem:stop_elem]
+        else:
+            numbers = np.zeros(len(base_bits), np.int16)
+            if (product := self._product(packed.name)) is not None:
+                product.add_to(numbers, start_elem, step_of(packed.unit))
+            expert_bits = add_delta(base_bits, numbers, packed.unit, packed.dtype)
         return expert_bits.data.cast("B")
+
+    def _directions(self, tensor: str) -> Product | None:
+        assert self._near is not None
+        tiers = FACTORED[: FACTORED.index(self._near.rung) + 1]
+        return product_in(self._files, self._tensors[tensor], tiers)
 
     def _readers(self, _: int) -> BlockReader:
         return self._reader

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from mergepipe_pipeline.arrays import F32Array, F64Array, I16Array, I64Array, U8Array
 from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, FACTORED, STEPPED, TIERS, Tier
-from mergepipe_pipeline.operators.kernels.bits import subtract
+from mergepipe_pipeline.operators.kernels.bits import narrow, subtract
 from mergepipe_pipeline.packs import ternary
 from mergepipe_pipeline.packs.exact import Bits, encode_exact, restore
 from mergepipe_pipeline.packs.frames import Frames, Places, as_array, refuse, to_frame
@@ -209,6 +209,19 @@ def delta_of(expert: Bits, base: Bits, dtype: str) -> F32Array:
         return delta
     with np.errstate(invalid="ignore", over="ignore"):
         return _values(expert, dtype) - _values(base, dtype)
+
+
+def add_delta(base: Bits, numbers: I16Array, unit: float, dtype: str) -> Bits:
+    """The elements [n] nearest to base + δ̂, with δ̂ in steps of a tensor of this unit."""
+    delta = numbers * ternary.step_of(unit)
+    with np.errstate(invalid="ignore", over="ignore"):
+        if dtype == "BF16":
+            bits = np.empty(len(base), np.uint16)
+            narrow((base.astype(np.uint32) << np.uint32(16)).view(np.float32) + delta, bits)
+        else:
+            of = np.float32 if dtype == "F32" else np.float16
+            bits = (_values(base, dtype) + delta).astype(of).view(base.dtype)
+    return np.where(numbers, bits, base)
 
 
 def _values(bits: Bits, dtype: str) -> F32Array:

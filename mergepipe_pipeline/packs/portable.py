@@ -1,22 +1,31 @@
 """A pack that travels: a sealed file that names an expert and the files beside it.
 
-It lies in `packs/ID/` beside a model, or alone: the frames of the exact tiers, where these lie in
-their files, and of each of the expert's files what is in no pack. Who takes it makes the expert's
+It lies in `packs/ID/` beside a model, or alone: the frames of directions and of exact tiers, where
+these lie in their files, and of each of the expert's files what is in no pack. Who takes it makes
 files from them, and packs these again: nothing that a sender says of contents is believed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from itertools import accumulate
+from typing import Annotated, Literal
 
 import numpy as np
 
 from mergepipe_pipeline.digest import seal
-from mergepipe_pipeline.domain.bounds import PathBelow, Sha256, Size
-from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, EXACT, TIERS, PackedTensor, TensorContent
+from mergepipe_pipeline.domain.bounds import Bound, PathBelow, Sha256, Size
+from mergepipe_pipeline.domain.pack import (
+    CHUNK_ELEMS,
+    EXACT,
+    FACTORED,
+    TIERS,
+    PackedTensor,
+    TensorContent,
+    Tier,
+)
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.index import frames_name
@@ -24,10 +33,13 @@ from mergepipe_pipeline.packs.offline import OfflineExpert
 from mergepipe_pipeline.storage.forms import read_form
 
 #: The folder at an address that has packs, the file in each that describes it, the one that tells
-#: where frames lie, and the folder of what lies beside an expert's weights.
-PACKS, EXPERT, CHUNKS, BESIDE = "packs", "expert.json", "chunks", "beside"
+#: where frames lie, the one with vectors as they are stored, and the folder of what lies beside an
+#: expert's weights.
+PACKS, EXPERT, CHUNKS, VECTORS, BESIDE = "packs", "expert.json", "chunks", "vectors", "beside"
+#: The tiers whose frames travel.
+SENT: tuple[Tier, ...] = (*FACTORED, *EXACT)
 #: Bytes of a chunk in CHUNKS: sizes and checksums of its frames.
-_CHUNK_NBYTES = len(EXACT) * (4 + 8)
+_CHUNK_NBYTES = len(SENT) * (4 + 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,23 +55,37 @@ class PortableFile:
 class PortablePack:
     """An expert that travels: `expert` names no folder, and the base by its name at the sender.
 
-    `tensors` are in the order of their frames.
+    `tensors` are in the order of their frames, and `units` are theirs.
     """
 
     expert: OfflineExpert
     tensors: tuple[TensorContent, ...]
+    units: tuple[Annotated[float, Bound(ge=2.0**-100, le=2.0**100)], ...]
     files: tuple[PortableFile, ...]
-    format: Literal["mergepipe-portable/1"] = "mergepipe-portable/1"
+    format: Literal["mergepipe-portable/2"] = "mergepipe-portable/2"
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all files."""
-        return sum(f.nbytes for f in self.files)
-
-    @property
-    def frames(self) -> tuple[PortableFile, ...]:
+    def frames(self) -> Mapping[Tier, PortableFile]:
         """The files of frames, which are most of it."""
-        return tuple(f for f in self.files if f.name in map(frames_name, EXACT))
+        names = {frames_name(tier): tier for tier in SENT}
+        return {names[f.name]: f for f in self.files if f.name in names}
+
+    @property
+    def beside_frames(self) -> tuple[PortableFile, ...]:
+        """All other files."""
+        frames = self.frames.values()
+        return tuple(f for f in self.files if f not in frames)
+
+    def nbytes_of(self, tiers: Iterable[Tier]) -> int:
+        """Bytes of the files that give these tiers."""
+        frames = (self.frames[tier] for tier in tiers)
+        return sum(f.nbytes for f in (*self.beside_frames, *frames))
+
+    def vectors(self, data: bytes) -> Mapping[str, bytes]:
+        """What each vector stores, given the bytes of VECTORS."""
+        sizes = {t.name: _nbytes_of(t) for t in self.tensors if is_vector(t)}
+        stops = accumulate(sizes.values())
+        return {t: data[stop - sizes[t] : stop] for t, stop in zip(sizes, stops, strict=True)}
 
     def to_bytes(self) -> bytes:
         """The content of EXPERT, without the folders on the sender's machine."""
@@ -81,24 +107,25 @@ class PortablePack:
 
         Raises CorruptionError for frames that do not fill their files.
         """
-        rows = [TIERS.index(tier) for tier in EXACT]
+        rows = [TIERS.index(tier) for tier in SENT]
         start_byte, at, packed = np.zeros(len(TIERS), np.int64), 0, {}
-        for content in self.tensors:
+        for content, unit in zip(self.tensors, self.units, strict=True):
             n = _chunks_of(content)
             nbytes = np.zeros((len(TIERS), n), np.uint32)  # [tiers, chunks], as `checksums`
             checksums = np.zeros((len(TIERS), n), np.uint64)
             for array, kind in ((nbytes, "<u4"), (checksums, "<u8")):
-                count = len(EXACT) * n
-                array[rows] = np.frombuffer(chunks, kind, count, at).reshape(len(EXACT), n)
+                count = len(SENT) * n
+                array[rows] = np.frombuffer(chunks, kind, count, at).reshape(len(SENT), n)
                 at += count * np.dtype(kind).itemsize
             no_residuals = np.full((len(TIERS), n), np.inf, np.float32)
+            factors = CHUNKS if nbytes[: len(FACTORED)].any() else ""  # each frame has its checksum
             packed[content.name] = PackedTensor(
-                *content, 1.0, "", 0, nbytes, checksums, no_residuals, start_byte.copy()
+                *content, unit, factors, 0, nbytes, checksums, no_residuals, start_byte.copy()
             )
             start_byte += nbytes.sum(axis=1, dtype=np.int64)
-        for file, row in zip(sorted(self.frames, key=_place), rows, strict=True):
-            if file.nbytes != start_byte[row]:
-                raise unfit(where, f"{file.nbytes} bytes in {file.name}, of {start_byte[row]}")
+        for tier, file in self.frames.items():
+            if file.nbytes != (expected := start_byte[TIERS.index(tier)]):
+                raise unfit(where, f"{file.nbytes} bytes in {file.name}, of {expected}")
         return packed
 
     def _problems(self) -> Iterator[str]:
@@ -106,13 +133,17 @@ class PortablePack:
         if self.expert.root or self.expert.cold:
             yield "folders of the sender"
         files = {f.name: f for f in self.files}
-        frames = {CHUNKS, *map(frames_name, EXACT)}
+        frames = {CHUNKS, VECTORS, *map(frames_name, SENT)}
         leftovers = {f"{number:06d}.leftover": f for number, f in enumerate(self.expert.files)}
         own = {name for name in files if not name.startswith(f"{BESIDE}/")}
         if len(files) < len(self.files) or own != frames | leftovers.keys():
             yield f"other files than frames and leftovers of {len(leftovers)} weight files"
         if files[CHUNKS].nbytes != _CHUNK_NBYTES * sum(map(_chunks_of, self.tensors)):
             yield f"{files[CHUNKS].nbytes} bytes in {CHUNKS}"
+        if files[VECTORS].nbytes != sum(_nbytes_of(t) for t in self.tensors if is_vector(t)):
+            yield f"{files[VECTORS].nbytes} bytes in {VECTORS}"
+        if len(self.units) != len(self.tensors):
+            yield f"{len(self.units)} units of {len(self.tensors)} tensors"
         contents = {t.name: t for t in self.tensors}
         paths = [f.path for f in self.expert.files]
         beside = [name.removeprefix(f"{BESIDE}/") for name in files.keys() - own]
@@ -138,8 +169,8 @@ class PortablePack:
 
 
 def chunks_of(tensors: Sequence[PackedTensor]) -> bytes:
-    """The content of CHUNKS: of each tensor sizes and checksums, [exact tiers, chunks]."""
-    rows = [TIERS.index(tier) for tier in EXACT]
+    """The content of CHUNKS: of each tensor sizes and checksums, [tiers of SENT, chunks]."""
+    rows = [TIERS.index(tier) for tier in SENT]
     return b"".join(
         array[rows].astype(kind).tobytes()
         for tensor in tensors
@@ -158,8 +189,9 @@ def unfit(where: str, problem: str) -> CorruptionError:
     )
 
 
-def _place(file: PortableFile) -> int:
-    return [frames_name(tier) for tier in EXACT].index(file.name)
+def is_vector(content: TensorContent) -> bool:
+    """Whether a tensor has no directions, but little to send."""
+    return len(content.shape) < 2
 
 
 def _chunks_of(content: TensorContent) -> int:

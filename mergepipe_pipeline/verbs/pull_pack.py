@@ -3,26 +3,33 @@
 The expert's files are made from the pack and its base, which must be here, and be the one that it
 was packed against; they are packed here, and then the pack stands for the weights as after `pack
 --replace`. So nothing that comes is believed, and while it comes there must be room for the files.
+
+Up to a rung only directions come, for some thousandths or hundredths of the bytes. What is made of
+them is another expert, near to the one that was packed, with a name and contents of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from mergepipe_pipeline.checkpoints.open_checkpoint import model_files, open_checkpoint
+from mergepipe_pipeline.domain.checkpoint import Checkpoint
+from mergepipe_pipeline.domain.pack import EXACT, FACTORED, Tier
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundError
 from mergepipe_pipeline.execution.plan_leases import staging
 from mergepipe_pipeline.facts.contents import Contents
-from mergepipe_pipeline.facts.pack_source import PackFiles, refuse_other_base
+from mergepipe_pipeline.facts.pack_source import Near, PackFiles, refuse_other_base
 from mergepipe_pipeline.packs.offline import OfflineExpert
 from mergepipe_pipeline.packs.portable import (
     BESIDE,
     CHUNKS,
     EXPERT,
     PACKS,
+    VECTORS,
     PortableFile,
     PortablePack,
     unfit,
@@ -33,6 +40,7 @@ from mergepipe_pipeline.remote.source import Folder, folder_at
 from mergepipe_pipeline.resolution.locate import locate_registered
 from mergepipe_pipeline.storage.atomic import make_dirs, publish_dir
 from mergepipe_pipeline.storage.forms import MAX_NBYTES
+from mergepipe_pipeline.storage.side_files import pieces
 from mergepipe_pipeline.storage.source import LocalSource
 from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.verbs.register import register
@@ -65,13 +73,15 @@ def pull_packs(
     names: Sequence[str] = (),
     *,
     base: str | None = None,
+    rung: Tier | None = None,
     progress: Progress | None = None,
 ) -> tuple[PulledPack, ...]:
     """Take the packs at an address, of the named experts or of all, and register their experts.
 
     `base` is the registered name of their base here, by default the one that it had where they were
-    packed. Raises NotFoundError for an expert that has no pack there, CorruptionError for another
-    base or what is damaged, MergePipeError for a name that is taken, and RemoteError.
+    packed. With a `rung`, other experts are made of their directions up to there. Raises
+    NotFoundError for an expert that has no pack there, CorruptionError for another base or what is
+    damaged, MergePipeError for a name that is taken, and RemoteError.
     """
     progress = progress or Silent()
     folder = folder_at(parse_address(source))
@@ -92,8 +102,9 @@ def pull_packs(
             next_step="choose one that is there, or push it with `mergepipe push --pack`",
         )
     chosen = [by_name[name] for name in names or sorted(by_name)]
+    pulled = _pulled if rung is None else partial(_made_near, rung=rung)
     return tuple(
-        _pulled(warehouse, _Place(folder, source, place), p, base or p.expert.base, progress)
+        pulled(warehouse, _Place(folder, source, place), p, base or p.expert.base, progress)
         for place, p in chosen
     )
 
@@ -128,27 +139,96 @@ def _pulled(
         return PulledPack(expert.name, base, expert.pack_id, nbytes=0, fresh=False)
     with (
         staging(warehouse, "pull") as staged,
-        progress.task(f"pull pack of {expert.name}", portable.nbytes) as advance,
+        progress.task(f"pull pack of {expert.name}", portable.nbytes_of(EXACT)) as advance,
     ):
-        files = staged / "files"
-        _get(place, [f for f in portable.files if f not in portable.frames], staged, advance)
-        _refuse_other_base(warehouse, portable, expert, progress)
-        tensors = portable.packed((staged / "pack" / CHUNKS).read_bytes(), place.source)
-        _get(place, portable.frames, staged, advance)
-        make_dirs(files)
-        here = replace(expert, root=str(files))
-        with PackFiles(
-            warehouse, here, staged / "pack", pack_root=staged / "pack", tensors=tensors
-        ) as source:
+        got = _Got(warehouse, place, portable, expert, staged)
+        with got.files_from(EXACT, None, advance, progress) as source:
             for file in expert.files:
-                write_weights(source, file, files / file.path, lambda nbytes: None)
-        _refuse_other_files(expert, files)
-        if not publish_dir(files, root):
+                write_weights(source, file, got.files / file.path, lambda nbytes: None)
+        checkpoint = _made(expert, got.files)
+        if checkpoint.checkpoint_id != expert.checkpoint_id:
+            raise _other_expert(expert, checkpoint)
+        if not publish_dir(got.files, root):
             raise _name_taken(expert, str(root), "another folder")
     checkpoint = register(warehouse, root, expert.name, base).checkpoint
     (packed,) = pack(warehouse, [expert.name], base=base, progress=progress)
     replace_weights(warehouse, packed, checkpoint, place.source, progress)
-    return PulledPack(expert.name, base, packed.pack_id, portable.nbytes, fresh=True)
+    return PulledPack(expert.name, base, packed.pack_id, portable.nbytes_of(EXACT), fresh=True)
+
+
+def _made_near(
+    warehouse: Warehouse,
+    place: _Place,
+    portable: PortablePack,
+    base: str,
+    progress: Progress,
+    *,
+    rung: Tier,
+) -> PulledPack:
+    """Register what the directions of an expert up to a rung make of the base."""
+    base = locate_registered(warehouse, base).name
+    name, pack_id = f"{portable.expert.name}-{rung}", portable.expert.pack_id
+    root = warehouse.inbox / f"{name}-{pack_id[:16]}"
+    expert = replace(portable.expert, name=name, root=str(root), cold=place.source, base=base)
+    tiers = FACTORED[: FACTORED.index(rung) + 1]
+    nbytes = portable.nbytes_of(tiers)
+    is_here = root.exists()
+    if not is_here:
+        with (
+            staging(warehouse, "pull") as staged,
+            progress.task(f"pull pack of {name}", nbytes) as advance,
+        ):
+            got = _Got(warehouse, place, portable, expert, staged)
+            with got.files_from(tiers, rung, advance, progress) as source:
+                for file in expert.files:
+                    path = got.files / file.path
+                    make_dirs(path.parent)
+                    with path.open("xb") as out:
+                        out.writelines(pieces(source, file.path, file.nbytes, lambda piece: None))
+            _made(expert, got.files)
+            publish_dir(got.files, root)  # or another process has done the same
+    register(warehouse, root, name, base)
+    return PulledPack(name, base, pack_id, 0 if is_here else nbytes, fresh=not is_here)
+
+
+@dataclass(frozen=True, slots=True)
+class _Got:
+    """A pack that comes into `staged`, and the files that are made of it."""
+
+    warehouse: Warehouse
+    place: _Place
+    portable: PortablePack
+    expert: OfflineExpert
+    staged: Path
+
+    @property
+    def files(self) -> Path:
+        """The folder of the files."""
+        return self.staged / "files"
+
+    def files_from(
+        self,
+        tiers: Sequence[Tier],
+        rung: Tier | None,
+        advance: Callable[[int], None],
+        progress: Progress,
+    ) -> PackFiles:
+        """The expert's weight files, as these tiers give them, after all that it needs has come.
+
+        Raises CorruptionError for another base, before frames come, or what is damaged.
+        """
+        portable, pack_root = self.portable, self.staged / "pack"
+        _get(self.place, portable.beside_frames, self.staged, advance)
+        _refuse_other_base(self.warehouse, portable, self.expert, progress)
+        tensors = portable.packed((pack_root / CHUNKS).read_bytes(), self.place.source)
+        _get(self.place, [portable.frames[tier] for tier in tiers], self.staged, advance)
+        make_dirs(self.files)
+        here, near = replace(self.expert, root=str(self.files)), None
+        if rung is not None:
+            near = Near(rung, portable.vectors((pack_root / VECTORS).read_bytes()))
+        return PackFiles(
+            self.warehouse, here, pack_root, pack_root=pack_root, tensors=tensors, near=near
+        )
 
 
 def _is_here(warehouse: Warehouse, expert: OfflineExpert) -> bool:
@@ -212,19 +292,22 @@ def _refuse_other_base(
         refuse_other_base(expert, base, digests, content)
 
 
-def _refuse_other_files(expert: OfflineExpert, files: Path) -> None:
-    """Raise CorruptionError unless a folder holds the expert, and what goes with a model alone."""
+def _other_expert(expert: OfflineExpert, found: Checkpoint) -> CorruptionError:
+    return CorruptionError(
+        "What came is not the expert that it is said to be",
+        where=f"{expert.name}, {expert.cold}",
+        expected=f"checkpoint {expert.checkpoint_id[:16]}",
+        found=f"checkpoint {found.checkpoint_id[:16]}",
+        next_step="push the pack again",
+    )
+
+
+def _made(expert: OfflineExpert, files: Path) -> Checkpoint:
+    """The checkpoint in a folder. Raises CorruptionError for files that go with no model."""
     checkpoint = open_checkpoint(str(files), expert.name)
-    if checkpoint.checkpoint_id != expert.checkpoint_id:
-        raise CorruptionError(
-            "What came is not the expert that it is said to be",
-            where=f"{expert.name}, {expert.cold}",
-            expected=f"checkpoint {expert.checkpoint_id[:16]}",
-            found=f"checkpoint {checkpoint.checkpoint_id[:16]}",
-            next_step="push the pack again",
-        )
     with LocalSource(files) as source:
         known = model_files(source, checkpoint)
     there = (p.relative_to(files).as_posix() for p in files.rglob("*") if not p.is_dir())
     if others := sorted(set(there).difference(known)):
         raise unfit(expert.cold, f"the file {others[0]!r}, which goes with no model")
+    return checkpoint

@@ -1,7 +1,8 @@
 """The verb `push --pack`: an expert's pack goes beside a model, with what gives the expert back.
 
-What travels are the exact tiers and what is in no pack of the model's files, by the list that
-merges have. Who has the base makes each file from them again, bit for bit, and merges from tiers.
+What travels are the exact tiers, those of directions, and what is in no pack of the model's files,
+by the list that merges have. Who has the base makes each file from them again, bit for bit, or near
+to it from directions alone.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from mergepipe_pipeline.catalog.catalog import Registration
 from mergepipe_pipeline.checkpoints.open_checkpoint import model_files
 from mergepipe_pipeline.digest import sha256_hex
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
-from mergepipe_pipeline.domain.pack import EXACT
 from mergepipe_pipeline.errors import MergePipeError, NotFoundError
 from mergepipe_pipeline.execution.lookup import plan_of
 from mergepipe_pipeline.execution.packing import contents_of
@@ -30,9 +30,12 @@ from mergepipe_pipeline.packs.portable import (
     CHUNKS,
     EXPERT,
     PACKS,
+    SENT,
+    VECTORS,
     PortableFile,
     PortablePack,
     chunks_of,
+    is_vector,
 )
 from mergepipe_pipeline.packs.store import Pack
 from mergepipe_pipeline.progress import Progress, Silent
@@ -72,8 +75,8 @@ def push_pack(
     ):
         files = list(_outgoing_files(registration.checkpoint, expert, pack, folder))
         names = [PortableFile(f.name, f.nbytes, f.sha256) for f in files]
-        contents = tuple(pack.contents.values())
-        claim = _of_bytes(EXPERT, PortablePack(expert, contents, tuple(names)).to_bytes())
+        contents, units = tuple(pack.contents.values()), tuple(row.unit for row in pack.rows)
+        claim = _of_bytes(EXPERT, PortablePack(expert, contents, units, tuple(names)).to_bytes())
         parcel = Parcel(
             (claim, *files),
             f"Push the pack of {name} by MergePipe",
@@ -192,8 +195,17 @@ def _outgoing_files(
 ) -> Iterator[OutgoingFile]:
     """All files of a portable pack but the one that describes it."""
     yield _of_bytes(CHUNKS, chunks_of([pack.tensors[name] for name in pack.contents]))
+    vectors = [t.digest for t in pack.contents.values() if is_vector(t)]
+    places = {
+        pack.contents[tensor].digest: (file.path, start_byte, nbytes)
+        for file in expert.files
+        for tensor, start_byte, nbytes in file.tensors
+    }
+    with open_source(checkpoint.root) as source:
+        stored = b"".join(source.read_range(*places[digest]) for digest in vectors)
+    yield _of_bytes(VECTORS, stored)
     for path in (
-        *(frames_path(pack.root, tier) for tier in EXACT),
+        *(frames_path(pack.root, tier) for tier in SENT),
         *(leftover(folder, number) for number, _ in enumerate(expert.files)),
     ):
         yield _outgoing(path, path.name)
