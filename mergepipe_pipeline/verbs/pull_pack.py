@@ -40,6 +40,7 @@ from mergepipe_pipeline.remote.source import Folder, folder_at
 from mergepipe_pipeline.resolution.locate import locate_registered
 from mergepipe_pipeline.storage.atomic import make_dirs, publish_dir
 from mergepipe_pipeline.storage.forms import MAX_NBYTES
+from mergepipe_pipeline.storage.hashing import file_sha256
 from mergepipe_pipeline.storage.side_files import pieces
 from mergepipe_pipeline.storage.source import LocalSource
 from mergepipe_pipeline.verbs.pack import pack
@@ -168,27 +169,34 @@ def _made_near(
     """Register what the directions of an expert up to a rung make of the base."""
     base = locate_registered(warehouse, base).name
     name, pack_id = f"{portable.expert.name}-{rung}", portable.expert.pack_id
-    root = warehouse.inbox / f"{name}-{pack_id[:16]}"
+    root = warehouse.inbox / name
     expert = replace(portable.expert, name=name, root=str(root), cold=place.source, base=base)
+    if name in warehouse.catalog and (at := warehouse.catalog.root(name)) != str(root):
+        raise _name_taken(expert, at, "another", "none")
     tiers = FACTORED[: FACTORED.index(rung) + 1]
     nbytes = portable.nbytes_of(tiers)
-    is_here = root.exists()
-    if not is_here:
-        with (
-            staging(warehouse, "pull") as staged,
-            progress.task(f"pull pack of {name}", nbytes) as advance,
-        ):
-            got = _Got(warehouse, place, portable, expert, staged)
-            with got.files_from(tiers, rung, advance, progress) as source:
-                for file in expert.files:
-                    path = got.files / file.path
-                    make_dirs(path.parent)
-                    with path.open("xb") as out:
-                        out.writelines(pieces(source, file.path, file.nbytes, lambda piece: None))
-            _made(expert, got.files)
-            publish_dir(got.files, root)  # or another process has done the same
+    with (
+        staging(warehouse, "pull") as staged,
+        progress.task(f"pull pack of {name}", nbytes) as advance,
+    ):
+        got = _Got(warehouse, place, portable, expert, staged)
+        with got.files_from(tiers, rung, advance, progress) as source:
+            for file in expert.files:
+                path = got.files / file.path
+                make_dirs(path.parent)
+                with path.open("xb") as out:
+                    out.writelines(pieces(source, file.path, file.nbytes, lambda piece: None))
+        _made(expert, got.files)
+        fresh = publish_dir(got.files, root)
+        if not fresh and not all(_is_equal(f.path, got.files, root) for f in expert.files):
+            raise _name_taken(expert, str(root), "other files", "the files that its pack makes")
     register(warehouse, root, name, base)
-    return PulledPack(name, base, pack_id, 0 if is_here else nbytes, fresh=not is_here)
+    return PulledPack(name, base, pack_id, nbytes, fresh)
+
+
+def _is_equal(path: str, *folders: Path) -> bool:
+    files = [folder / path for folder in folders]
+    return all(map(Path.is_file, files)) and len({*map(file_sha256, files)}) == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,11 +262,13 @@ def _is_here(warehouse: Warehouse, expert: OfflineExpert) -> bool:
     return Path(checkpoint.root).exists()
 
 
-def _name_taken(expert: OfflineExpert, root: str, found: str) -> MergePipeError:
+def _name_taken(
+    expert: OfflineExpert, root: str, found: str, expected: str | None = None
+) -> MergePipeError:
     return MergePipeError(
         "Another checkpoint has the name of the expert that is to come",
         where=f"{expert.name}, {root}",
-        expected=f"checkpoint {expert.checkpoint_id[:16]}, or none",
+        expected=expected or f"checkpoint {expert.checkpoint_id[:16]}, or none",
         found=found,
         next_step="merge that one; or take the pack into another warehouse, with --home",
     )

@@ -11,9 +11,10 @@ import pytest
 from safetensors import safe_open
 from torch import Tensor
 
+from mergepipe_pipeline.deploy.inbox import scan_inbox
 from mergepipe_pipeline.digest import sha256_hex
 from mergepipe_pipeline.domain.pack import FACTORED, TIERS, Tier
-from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.packs.portable import PortableFile, PortablePack
 from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.verbs.pull_pack import pull_packs
@@ -130,6 +131,8 @@ def test_a_near_expert_has_a_name_and_contents_of_its_own_and_is_merged_as_any_o
         f"- {{model: {n}-R2, parameters: {{weight: 1, density: 0.5}}}}\n" for n in ("e0", "e1")
     )
     assert merged(there, recipe).snapshot.snapshot_id
+    watched = {entry.name for entry in scan_inbox(there, 0.0)}
+    assert watched <= {"e0", "e0-R2", "e1-R2"}, "a sensor takes it for no other expert"
     assert verify_all(there).ok
 
 
@@ -149,6 +152,22 @@ def test_an_expert_in_cold_storage_sends_what_it_sent_before(
             move_to_cold(here, packed, tmp_path / "cold")
     assert pulled[0].keys() == pulled[1].keys()
     assert all(pulled[0][name].equal(pulled[1][name]) for name in pulled[0])
+
+
+def test_a_name_that_another_checkpoint_has_is_not_taken(
+    here: Warehouse, there: Warehouse, s3: WatchedS3, bucket: str
+) -> None:
+    to = f"s3://{bucket}/experts"
+    push_pack(here, "e0", to)
+    register(there, here.root.parent / "e0", "e0-R0", "base")
+    with pytest.raises(MergePipeError, match="Another checkpoint has the name"):
+        pull_packs(there, to, rung="R0")
+    pull_packs(there, to, rung="R1")
+    (file,) = (there.inbox / "e0-R1").glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    with pytest.raises(MergePipeError, match="Another checkpoint has the name"):
+        pull_packs(there, to, rung="R1")
+    assert there.catalog.root("e0-R0") == str(here.root.parent / "e0")
 
 
 @pytest.mark.parametrize("name", ["R2.frames", "vectors", "units"])
