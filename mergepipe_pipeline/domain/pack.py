@@ -48,9 +48,6 @@ TIERS_OF: Mapping[Level, tuple[Tier, ...]] = {
 EXACT: tuple[Level, ...] = ("X20", "X")
 #: The dtypes of tensors that have levels; all others are read from the expert.
 PACKED_DTYPES = ("BF16", "F16", "F32")
-#: How much longer δ̂ is at most than δ's own part in the directions, so that it is as long as δ: to
-#: the model what is left out is not at right angles to them, as it learned both in the same steps.
-MOST_LONGER = 1.3
 #: Share of a tensor's elements that X20 holds at least: those of the largest |δ|.
 X20_DENSITY = 0.2
 

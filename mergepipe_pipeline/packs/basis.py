@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from mergepipe_pipeline.arrays import F32Array, I16Array
-from mergepipe_pipeline.domain.pack import FACTORED, MOST_LONGER, PackedTensor, Tier
+from mergepipe_pipeline.domain.pack import FACTORED, PackedTensor, Tier
 from mergepipe_pipeline.packs.codec import STEPS_AT_MOST, unit_of
 from mergepipe_pipeline.packs.directions import Directions, leading
 from mergepipe_pipeline.packs.frame_files import FrameFiles
@@ -27,6 +27,9 @@ from mergepipe_pipeline.packs.ternary import STEPS, step_of
 #: A product that explains less of ‖δ‖² is not kept, as it costs time whenever a level is read; nor
 #: one that explains less than so many times what as many directions of noise do at most.
 _LEAST_EXPLAINED, _ABOVE_NOISE = 0.15, 1.2
+#: How much longer δ̂ is at most than δ's own part in the directions, so that it is as long as δ: to
+#: the model what is left out is not at right angles to them, as it learned both in the same steps.
+_MOST_LONGER = 1.3
 #: The part of it that is left when factors are rounded to four bits, about.
 _AFTER_ROUNDING = 0.97
 
@@ -76,7 +79,7 @@ def basis_of(shape: Sequence[int], l2sq: float, nonzero: int, delta: ReadDelta) 
         return Basis(unit_of(l2sq, nonzero))
     product = product_of(found)
     shares = [min(1.0, float(explained[rank - 1])) for rank in ranks]
-    longer = [min(share**-0.5, MOST_LONGER) for share in shares]
+    longer = [min(share**-0.5, _MOST_LONGER) for share in shares]
     rungs = [product.first(n, float(rms) * by) for n, by in zip(ranks, longer, strict=True)]
     left = l2sq * (1 + shares[-1] * (longer[-1] ** 2 - 2 * _AFTER_ROUNDING * longer[-1]))
     # Sums of steps are to stay numbers of 16 bits.

@@ -6,7 +6,6 @@ what is read from a pack, or `ORIGINAL` for the expert's stored elements.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mergepipe_pipeline.arrays import BoolArray, F32Array, F64Array, I64Array, U32Array
-from mergepipe_pipeline.domain.pack import MOST_LONGER, TIERS, PackedInput, PackedRange
-from mergepipe_pipeline.domain.plan import TrimRule
+from mergepipe_pipeline.domain.pack import TIERS, PackedInput, PackedRange
 from mergepipe_pipeline.planner.candidates import Candidates, Choice, Row
 from mergepipe_pipeline.planner.packed_rows import (
     LAST_NEAR,
@@ -109,30 +107,6 @@ def factors_read(levels: Levels, packed: PackedRow) -> tuple[int, int]:
         return 0, 0
     rung = min(int(levels[is_near].max()), N_RUNGS)
     return int(is_near.argmax()), int(packed.rung_nbytes[rung - 1])
-
-
-def near_rule(rule: TrimRule | None, row: Row, levels: Levels) -> TrimRule | None:
-    """A rule for a row's δ as it is read: δ̂ that is shorter is cut at less.
-
-    Of two rows that are the same but for their length the same elements are kept. Where something
-    is exact the rule stays, as it has to keep what the full merge keeps.
-    """
-    of, read = row.levels, levels != NOTHING
-    if rule is None or of is None or row.block_l2sq is None or not _is_packed(levels).any():
-        return rule
-    delta_sq = np.where(read, row.block_l2sq, 0.0)  # [blocks], as all below
-    is_exact = np.concatenate([[False], of.exact, [True]])[levels]
-    if delta_sq[is_exact].any() or not 0 < delta_sq.sum() < math.inf:
-        return rule
-    left = np.zeros(len(levels))
-    _put(levels, of.packed.residual_sq, of.exact, left)
-    # Of δ̂ that is made s times longer than its share p of ‖δ‖² is left 1 − (2s − s²) p.
-    share = (1 - left.sum() / delta_sq.sum()) / (2 * MOST_LONGER - MOST_LONGER**2)
-    length = MOST_LONGER * math.sqrt(max(share, 0.0))
-    if not 0 < length < 1:
-        return rule
-    threshold = np.uint32(rule.threshold_bits).view(np.float32) * np.float32(length)
-    return TrimRule(int(threshold.view(np.uint32)), 0)
 
 
 def packed_input(row: Row, levels: Levels, block_elems: int) -> PackedInput | None:

@@ -31,7 +31,7 @@ from mergepipe_pipeline.domain.view import TensorView, moved
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.planner.candidates import Candidates
 from mergepipe_pipeline.planner.constraints import Names
-from mergepipe_pipeline.planner.levels import Levels, near_rule, packed_input
+from mergepipe_pipeline.planner.levels import Levels, packed_input
 from mergepipe_pipeline.planner.packed_rows import NOTHING, ORIGINAL, Packs
 from mergepipe_pipeline.planner.parts import Parts, TensorFacts
 from mergepipe_pipeline.planner.selection import PlanningProblem, Selection, estimates, select
@@ -189,7 +189,7 @@ class PlanBuilder:
                         params=part.model_params[i],
                         covered=covered,
                         read=read,
-                        trim=near_rule(self._facts.trims.get((t.name, i)), row, levels[cut]),
+                        trim=self._facts.trims.get((t.name, i)),
                         outliers=self._facts.outliers.get((t.name, i)),
                         scale=self._facts.scales.get((t.name, i), 1.0),
                         l1=self._facts.l1s.get((t.name, i)),
