@@ -2,13 +2,14 @@
 
 It lies in `packs/ID/` beside a model, or alone: the frames of directions and of exact tiers, where
 these lie in their files, and of each of the expert's files what is in no pack. Who takes it makes
-files from them, and packs these again: nothing that a sender says of contents is believed.
+files from them, and packs these again: what a sender says an expert holds is not believed. Of
+directions alone nothing is known but the sender's word: what is made of them is named as such.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import Annotated, Literal
@@ -38,6 +39,8 @@ from mergepipe_pipeline.storage.forms import read_form
 PACKS, EXPERT, CHUNKS, VECTORS, BESIDE = "packs", "expert.json", "chunks", "vectors", "beside"
 #: The tiers whose frames travel.
 SENT: tuple[Tier, ...] = (*FACTORED, *EXACT)
+#: Elements of the longest vector that is sent whole.
+_MOST_OF_VECTOR = 1 << 20
 #: Bytes of a chunk in CHUNKS: sizes and checksums of its frames.
 _CHUNK_NBYTES = len(SENT) * (4 + 8)
 
@@ -70,16 +73,15 @@ class PortablePack:
         names = {frames_name(tier): tier for tier in SENT}
         return {names[f.name]: f for f in self.files if f.name in names}
 
-    @property
-    def beside_frames(self) -> tuple[PortableFile, ...]:
-        """All other files."""
-        frames = self.frames.values()
-        return tuple(f for f in self.files if f not in frames)
+    def beside_frames(self, *, with_vectors: bool) -> tuple[PortableFile, ...]:
+        """All other files; those of exact levels need no VECTORS."""
+        left_out = {f.name for f in self.frames.values()} | (set() if with_vectors else {VECTORS})
+        return tuple(f for f in self.files if f.name not in left_out)
 
-    def nbytes_of(self, tiers: Iterable[Tier]) -> int:
+    def nbytes_of(self, tiers: Sequence[Tier]) -> int:
         """Bytes of the files that give these tiers."""
-        frames = (self.frames[tier] for tier in tiers)
-        return sum(f.nbytes for f in (*self.beside_frames, *frames))
+        beside = self.beside_frames(with_vectors=tiers != EXACT)
+        return sum(f.nbytes for f in (*beside, *(self.frames[tier] for tier in tiers)))
 
     def vectors(self, data: bytes) -> Mapping[str, bytes]:
         """What each vector stores, given the bytes of VECTORS."""
@@ -118,7 +120,8 @@ class PortablePack:
                 array[rows] = np.frombuffer(chunks, kind, count, at).reshape(len(SENT), n)
                 at += count * np.dtype(kind).itemsize
             no_residuals = np.full((len(TIERS), n), np.inf, np.float32)
-            factors = CHUNKS if nbytes[: len(FACTORED)].any() else ""  # each frame has its checksum
+            # A word for those that are there: each frame has a checksum of its own.
+            factors = "sent" if nbytes[: len(FACTORED)].any() else ""
             packed[content.name] = PackedTensor(
                 *content, unit, factors, 0, nbytes, checksums, no_residuals, start_byte.copy()
             )
@@ -191,7 +194,7 @@ def unfit(where: str, problem: str) -> CorruptionError:
 
 def is_vector(content: TensorContent) -> bool:
     """Whether a tensor has no directions, but little to send."""
-    return len(content.shape) < 2
+    return len(content.shape) < 2 and math.prod(content.shape) <= _MOST_OF_VECTOR
 
 
 def _chunks_of(content: TensorContent) -> int:

@@ -2,7 +2,7 @@
 
 The expert's files are made from the pack and its base, which must be here, and be the one that it
 was packed against; they are packed here, and then the pack stands for the weights as after `pack
---replace`. So nothing that comes is believed, and while it comes there must be room for the files.
+--replace`. So what comes is not believed, and while it comes there must be room for the files.
 
 Up to a rung only directions come, for some thousandths or hundredths of the bytes. What is made of
 them is another expert, near to the one that was packed, with a name and contents of its own.
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mergepipe_pipeline.checkpoints.open_checkpoint import model_files, open_checkpoint
+from mergepipe_pipeline.domain.bounds import NAME, NAME_FORM
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.pack import EXACT, FACTORED, Tier
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundError
@@ -171,6 +172,8 @@ def _made_near(
     name, pack_id = f"{portable.expert.name}-{rung}", portable.expert.pack_id
     root = warehouse.inbox / name
     expert = replace(portable.expert, name=name, root=str(root), cold=place.source, base=base)
+    if not NAME.fullmatch(name):
+        raise _name_taken(expert, str(root), f"{len(name)} characters", NAME_FORM)
     if name in warehouse.catalog and (at := warehouse.catalog.root(name)) != str(root):
         raise _name_taken(expert, at, "another", "none")
     tiers = FACTORED[: FACTORED.index(rung) + 1]
@@ -226,7 +229,8 @@ class _Got:
         Raises CorruptionError for another base, before frames come, or what is damaged.
         """
         portable, pack_root = self.portable, self.staged / "pack"
-        _get(self.place, portable.beside_frames, self.staged, advance)
+        beside = portable.beside_frames(with_vectors=rung is not None)
+        _get(self.place, beside, self.staged, advance)
         _refuse_other_base(self.warehouse, portable, self.expert, progress)
         tensors = portable.packed((pack_root / CHUNKS).read_bytes(), self.place.source)
         _get(self.place, [portable.frames[tier] for tier in tiers], self.staged, advance)

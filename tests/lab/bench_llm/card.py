@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mergepipe_pipeline.demo.skills import quiet
+from mergepipe_pipeline.storage.atomic import remove_tree
 from tests.lab.bench_llm.encoded import DEVICE, Batch, Encoder, encoder
 from tests.lab.bench_llm.tasks import Item, Task
 from tests.lab.bench_llm.tune import BATCH, Run, Schedule, is_flat
@@ -35,7 +36,10 @@ class Wanted:
 
 
 def tuned_together(base: Path, schedule: Schedule, wanted: Sequence[Wanted]) -> None:
-    """Make the experts; one that was not ended begins anew."""
+    """Make the experts; one that was not ended begins anew.
+
+    Losses are read every some steps, so that a run that is flat ends some steps later than alone.
+    """
     with quiet():
         runs = [_Steps(base, schedule, w) for w in wanted]
         going = runs
@@ -56,7 +60,9 @@ class _Steps:
     def __init__(self, base: Path, schedule: Schedule, wanted: Wanted) -> None:
         torch.manual_seed(wanted.seed)
         self._wanted, self._taken = wanted, _FIRST
-        self._run = Run(base, schedule, wanted.folder.with_name(f"{wanted.folder.name}.state"))
+        state = wanted.folder.with_name(f"{wanted.folder.name}.state")
+        remove_tree(state)  # of a run on a CPU
+        self._run = Run(base, schedule, state)
         items = wanted.task.items("train", wanted.seed)
         self._batches = stacked(encoder(base), items, schedule.steps)
         self._rates = torch.tensor(schedule.rates(), device=DEVICE)
