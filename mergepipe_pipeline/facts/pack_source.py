@@ -23,7 +23,7 @@ from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.pack import (
     CHUNK_ELEMS,
     EXACT,
-    FACTORED,
+    TIERS_OF,
     PackedTensor,
     TensorContent,
     Tier,
@@ -267,8 +267,7 @@ class _Tensors:
 
     def _directions(self, tensor: str) -> Product | None:
         assert self._near is not None
-        tiers = FACTORED[: FACTORED.index(self._near.rung) + 1]
-        return product_in(self._files, self._tensors[tensor], tiers)
+        return product_in(self._files, self._tensors[tensor], TIERS_OF[self._near.rung])
 
     def _readers(self, _: int) -> BlockReader:
         return self._reader

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from mergepipe_pipeline.arrays import F32Array, F64Array, I16Array, I64Array, U8Array
 from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, FACTORED, STEPPED, TIERS, Tier
+from mergepipe_pipeline.domain.stats import widened
 from mergepipe_pipeline.operators.kernels.bits import narrow, subtract
 from mergepipe_pipeline.packs import ternary
 from mergepipe_pipeline.packs.exact import Bits, encode_exact, restore
@@ -217,7 +218,7 @@ def add_delta(base: Bits, numbers: I16Array, unit: float, dtype: str) -> Bits:
     with np.errstate(invalid="ignore", over="ignore"):
         if dtype == "BF16":
             bits = np.empty(len(base), np.uint16)
-            narrow((base.astype(np.uint32) << np.uint32(16)).view(np.float32) + delta, bits)
+            narrow(widened(base.view(np.uint16)) + delta, bits)
         else:
             of = np.float32 if dtype == "F32" else np.float16
             bits = (_values(base, dtype) + delta).astype(of).view(base.dtype)

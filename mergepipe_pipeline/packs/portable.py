@@ -23,6 +23,8 @@ from mergepipe_pipeline.domain.pack import (
     EXACT,
     FACTORED,
     TIERS,
+    TIERS_OF,
+    Level,
     PackedTensor,
     TensorContent,
     Tier,
@@ -73,15 +75,18 @@ class PortablePack:
         names = {frames_name(tier): tier for tier in SENT}
         return {names[f.name]: f for f in self.files if f.name in names}
 
-    def beside_frames(self, *, with_vectors: bool) -> tuple[PortableFile, ...]:
-        """All other files; those of exact levels need no VECTORS."""
-        left_out = {f.name for f in self.frames.values()} | (set() if with_vectors else {VECTORS})
+    def frames_for(self, level: Level) -> tuple[PortableFile, ...]:
+        """The files of frames that a level needs."""
+        return tuple(self.frames[tier] for tier in TIERS_OF[level])
+
+    def beside_frames(self, level: Level) -> tuple[PortableFile, ...]:
+        """All other files that a level needs; exact levels have vectors themselves."""
+        left_out = {f.name for f in self.frames.values()} | ({VECTORS} if level in EXACT else set())
         return tuple(f for f in self.files if f.name not in left_out)
 
-    def nbytes_of(self, tiers: Sequence[Tier]) -> int:
-        """Bytes of the files that give these tiers."""
-        beside = self.beside_frames(with_vectors=tiers != EXACT)
-        return sum(f.nbytes for f in (*beside, *(self.frames[tier] for tier in tiers)))
+    def nbytes_of(self, level: Level) -> int:
+        """Bytes of all files that a level needs."""
+        return sum(f.nbytes for f in (*self.frames_for(level), *self.beside_frames(level)))
 
     def vectors(self, data: bytes) -> Mapping[str, bytes]:
         """What each vector stores, given the bytes of VECTORS."""

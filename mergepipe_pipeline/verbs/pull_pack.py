@@ -19,7 +19,7 @@ from typing import NamedTuple
 from mergepipe_pipeline.checkpoints.open_checkpoint import model_files, open_checkpoint
 from mergepipe_pipeline.domain.bounds import NAME, NAME_FORM
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
-from mergepipe_pipeline.domain.pack import EXACT, FACTORED, Tier
+from mergepipe_pipeline.domain.pack import FACTORED, Level, Tier
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundError
 from mergepipe_pipeline.execution.plan_leases import staging
 from mergepipe_pipeline.facts.contents import Contents
@@ -141,10 +141,10 @@ def _pulled(
         return PulledPack(expert.name, base, expert.pack_id, nbytes=0, fresh=False)
     with (
         staging(warehouse, "pull") as staged,
-        progress.task(f"pull pack of {expert.name}", portable.nbytes_of(EXACT)) as advance,
+        progress.task(f"pull pack of {expert.name}", portable.nbytes_of("X")) as advance,
     ):
-        got = _Got(warehouse, place, portable, expert, staged)
-        with got.files_from(EXACT, None, advance, progress) as source:
+        got = _IncomingPack(warehouse, place, portable, expert, staged)
+        with got.files_at("X", advance, progress) as source:
             for file in expert.files:
                 write_weights(source, file, got.files / file.path, lambda nbytes: None)
         checkpoint = _made(expert, got.files)
@@ -155,7 +155,7 @@ def _pulled(
     checkpoint = register(warehouse, root, expert.name, base).checkpoint
     (packed,) = pack(warehouse, [expert.name], base=base, progress=progress)
     replace_weights(warehouse, packed, checkpoint, place.source, progress)
-    return PulledPack(expert.name, base, packed.pack_id, portable.nbytes_of(EXACT), fresh=True)
+    return PulledPack(expert.name, base, packed.pack_id, portable.nbytes_of("X"), fresh=True)
 
 
 def _made_near(
@@ -176,14 +176,13 @@ def _made_near(
         raise _name_taken(expert, str(root), f"{len(name)} characters", NAME_FORM)
     if name in warehouse.catalog and (at := warehouse.catalog.root(name)) != str(root):
         raise _name_taken(expert, at, "another", "none")
-    tiers = FACTORED[: FACTORED.index(rung) + 1]
-    nbytes = portable.nbytes_of(tiers)
+    nbytes = portable.nbytes_of(rung)
     with (
         staging(warehouse, "pull") as staged,
         progress.task(f"pull pack of {name}", nbytes) as advance,
     ):
-        got = _Got(warehouse, place, portable, expert, staged)
-        with got.files_from(tiers, rung, advance, progress) as source:
+        got = _IncomingPack(warehouse, place, portable, expert, staged)
+        with got.files_at(rung, advance, progress) as source:
             for file in expert.files:
                 path = got.files / file.path
                 make_dirs(path.parent)
@@ -203,7 +202,7 @@ def _is_equal(path: str, *folders: Path) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Got:
+class _IncomingPack:
     """A pack that comes into `staged`, and the files that are made of it."""
 
     warehouse: Warehouse
@@ -217,27 +216,22 @@ class _Got:
         """The folder of the files."""
         return self.staged / "files"
 
-    def files_from(
-        self,
-        tiers: Sequence[Tier],
-        rung: Tier | None,
-        advance: Callable[[int], None],
-        progress: Progress,
+    def files_at(
+        self, level: Level, advance: Callable[[int], None], progress: Progress
     ) -> PackFiles:
-        """The expert's weight files, as these tiers give them, after all that it needs has come.
+        """The expert's weight files, as a level gives them, after all that it needs has come.
 
         Raises CorruptionError for another base, before frames come, or what is damaged.
         """
         portable, pack_root = self.portable, self.staged / "pack"
-        beside = portable.beside_frames(with_vectors=rung is not None)
-        _get(self.place, beside, self.staged, advance)
+        _get(self.place, portable.beside_frames(level), self.staged, advance)
         _refuse_other_base(self.warehouse, portable, self.expert, progress)
         tensors = portable.packed((pack_root / CHUNKS).read_bytes(), self.place.source)
-        _get(self.place, [portable.frames[tier] for tier in tiers], self.staged, advance)
+        _get(self.place, portable.frames_for(level), self.staged, advance)
         make_dirs(self.files)
         here, near = replace(self.expert, root=str(self.files)), None
-        if rung is not None:
-            near = Near(rung, portable.vectors((pack_root / VECTORS).read_bytes()))
+        if level in FACTORED:
+            near = Near(level, portable.vectors((pack_root / VECTORS).read_bytes()))
         return PackFiles(
             self.warehouse, here, pack_root, pack_root=pack_root, tensors=tensors, near=near
         )
