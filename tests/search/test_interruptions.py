@@ -134,7 +134,11 @@ def _is_whole(world: World, name: str) -> None:
     assert sorted(proposals) == list(range(1, len(proposals) + 1))
     assert len({p.point for p in proposals.values()}) == len(proposals)
     assert all(results[n].point == proposals[n].point for n in results)
-    assert not any(ledger.is_claimed(n) for n in proposals)
+    # A child between fork and exec keeps a killed parent's locks for that moment.
+    late = time.monotonic() + 10
+    while any(ledger.is_claimed(n) for n in proposals):
+        assert time.monotonic() < late, "a candidate is held by nobody who lives"
+        time.sleep(0.02)
 
 
 def test_ctrl_c_ends_a_search_at_once_and_it_goes_on_later(world: World, start: Start) -> None:
