@@ -1,14 +1,14 @@
 """The plan of one recipe: what will be read for it under its budget, stored by id.
 
 A plan names the bytes it reads, so the stages before a recipe's last are merged first (`stages`).
-While a merge that follows at once is planned, the disk is idle, and `prefetch_base` reads the base.
+While a merge that follows at once is planned, the disk is idle: `prefetch_base` fetches the base.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Unpack
 
@@ -119,7 +119,7 @@ def plan_resolved(
     return plan
 
 
-#: Long, since after each step the thread waits for its turn in the interpreter.
+#: Asked for at a time: the thread ends after one of these.
 _STEP_NBYTES = 32 << 20
 
 #: Checkpoints' roots with the tensors to read, in file order.
@@ -127,7 +127,7 @@ _Places = list[tuple[str, list[TensorEntry]]]
 
 
 def is_worth_prefetching(resolved: ResolvedRecipe) -> bool:
-    """Whether the base is worth reading before the plan is made.
+    """Whether the base is worth fetching before the plan is made.
 
     What is analysed first is read there, and what the page cache cannot hold would be read twice.
     """
@@ -136,12 +136,15 @@ def is_worth_prefetching(resolved: ResolvedRecipe) -> bool:
 
 @contextmanager
 def prefetch_base(resolved: ResolvedRecipe) -> Iterator[None]:
-    """While the block runs, read the recipe's base in another thread, if that is worth it."""
+    """While the block runs, fetch the recipe's base in another thread, if that is worth it.
+
+    It is not copied: what the page cache has costs nothing.
+    """
     if not is_worth_prefetching(resolved):
         yield
         return
     over = threading.Event()
-    reader = threading.Thread(target=_read_ahead, args=(_base_tensors(resolved), over), daemon=True)
+    reader = threading.Thread(target=_fetch, args=(_base_tensors(resolved), over), daemon=True)
     reader.start()
     try:
         yield
@@ -164,20 +167,21 @@ def _base_tensors(resolved: ResolvedRecipe) -> _Places:
     return [(root, sorted(e, key=lambda e: (e.file, e.start_byte))) for root, e in by_root.items()]
 
 
-def _read_ahead(places: _Places, over: threading.Event) -> None:
-    buffer = memoryview(bytearray(_STEP_NBYTES))
+def _fetch(places: _Places, over: threading.Event) -> None:
     # What is wrong with a file, the merge says when it comes to it.
-    with suppress(MergePipeError, OSError):
+    with suppress(MergePipeError, OSError), ExitStack() as opened:
         for root, entries in places:
-            with open_source(root) as source:
-                if isinstance(source, FetchedAhead):
-                    source.expect(_range(e) for e in entries)
-                for e in entries:
-                    for start in range(0, e.nbytes, _STEP_NBYTES):
-                        if over.is_set():
-                            return
-                        piece = buffer[: min(_STEP_NBYTES, e.nbytes - start)]
-                        source.read_into(e.file, e.start_byte + start, piece)
+            source = opened.enter_context(open_source(root))
+            if isinstance(source, FetchedAhead):
+                source.expect(_range(e) for e in entries)
+                continue
+            for e in entries:
+                for start in range(0, e.nbytes, _STEP_NBYTES):
+                    if over.is_set():
+                        return
+                    nbytes = min(_STEP_NBYTES, e.nbytes - start)
+                    source.will_need(e.file, e.start_byte + start, nbytes)
+        over.wait()  # a source that fetches ends with its being open
 
 
 def _range(entry: TensorEntry) -> FileRange:

@@ -1,8 +1,10 @@
-"""A base is read while a plan is made, and nothing but time depends on that."""
+"""A base is fetched while a plan is made, and nothing but time depends on that."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from functools import partial
 from time import monotonic, sleep
 
 import pytest
@@ -13,6 +15,7 @@ from mergepipe_pipeline.execution.planning import is_worth_prefetching, make_pla
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.resolution.resolve import ResolvedRecipe, resolve
 from mergepipe_pipeline.storage.source import LocalSource
+from mergepipe_pipeline.storage.uncached import cached_nbytes
 from mergepipe_pipeline.warehouse import Warehouse
 
 RecipeText = Callable[..., str]
@@ -25,16 +28,16 @@ def known(home: Warehouse, recipe_text: RecipeText, budget: str | None) -> Resol
 
 
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
-    """Places that are read: file, first byte, bytes."""
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """Places that the disk is asked for: file, first byte, bytes."""
     found: list[tuple[str, int, int]] = []
-    real = LocalSource.read_into
+    real = LocalSource.will_need
 
-    def counted(self: LocalSource, path: str, start: int, buffer: memoryview) -> None:
-        found.append((path, start, len(buffer)))
-        real(self, path, start, buffer)
+    def counted(self: LocalSource, path: str, start_byte: int, nbytes: int) -> None:
+        found.append((path, start_byte, nbytes))
+        real(self, path, start_byte, nbytes)
 
-    monkeypatch.setattr(LocalSource, "read_into", counted)
+    monkeypatch.setattr(LocalSource, "will_need", counted)
     return found
 
 
@@ -45,32 +48,54 @@ def wait_for(done: Callable[[], bool]) -> None:
     assert done()
 
 
-def test_every_byte_of_the_base_is_read_once_while_a_plan_is_made(
-    home: Warehouse, recipe_text: RecipeText, reads: list[tuple[str, int, int]]
+def test_every_byte_of_the_base_is_asked_for_once_while_a_plan_is_made(
+    home: Warehouse, recipe_text: RecipeText, asked: list[tuple[str, int, int]]
 ) -> None:
     checked = known(home, recipe_text, "50%")
     assert checked.base is not None
     entries = checked.base.checkpoint.tensors
-    reads.clear()
+    asked.clear()
     with prefetch_base(checked):
-        wait_for(lambda: len(reads) >= len(entries))
-    assert sorted(reads) == sorted((e.file, e.start_byte, e.nbytes) for e in entries)
+        wait_for(lambda: len(asked) >= len(entries))
+    assert sorted(asked) == sorted((e.file, e.start_byte, e.nbytes) for e in entries)
+
+
+def test_a_cold_base_comes_into_the_page_cache_and_nothing_of_it_into_memory(
+    home: Warehouse, recipe_text: RecipeText, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = known(home, recipe_text, "50%")
+    assert checked.base is not None
+    (entry, *_), root = checked.base.checkpoint.tensors, checked.base.checkpoint.root
+    monkeypatch.setattr(LocalSource, "read_into", lambda *_: pytest.fail("it reads"))
+    with open(f"{root}/{entry.file}", "rb") as file:
+        pages = partial(cached_nbytes, file.fileno(), entry.start_byte, entry.nbytes)
+        if pages() is None:
+            pytest.skip("this kernel counts no pages of a file")
+
+        def dropped() -> bool:  # what was in use a moment ago stays at the first try
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            return not pages()
+
+        os.fsync(file.fileno())
+        wait_for(dropped)
+        with prefetch_base(checked):
+            wait_for(lambda: (pages() or 0) >= entry.nbytes)
 
 
 def test_it_ends_with_the_planning(
     home: Warehouse,
     recipe_text: RecipeText,
-    reads: list[tuple[str, int, int]],
+    asked: list[tuple[str, int, int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     checked = known(home, recipe_text, "50%")
     monkeypatch.setattr(planning, "_STEP_NBYTES", 1)
-    reads.clear()
+    asked.clear()
     with prefetch_base(checked):
-        wait_for(lambda: bool(reads))
-    after = len(reads)
+        wait_for(lambda: bool(asked))
+    after = len(asked)
     sleep(0.05)
-    assert 0 < after == len(reads) < checked.cost.base_bytes
+    assert 0 < after == len(asked) < checked.cost.base_bytes
 
 
 def test_so_it_is_before_a_merge_without_a_budget(home: Warehouse, recipe_text: RecipeText) -> None:
@@ -107,7 +132,7 @@ def test_what_is_wrong_with_a_file_is_left_to_the_merge(
         asked.append(args)
         raise error
 
-    monkeypatch.setattr(LocalSource, "read_into", broken)
+    monkeypatch.setattr(LocalSource, "will_need", broken)
     with prefetch_base(checked):
         wait_for(lambda: bool(asked))
     assert len(asked) == 1
