@@ -314,7 +314,7 @@ def pack(
 
     Without NAMES, all. What is not analysed is analysed first; tensors that an older pack has are
     taken over. A merge under a budget then buys levels instead of whole blocks, and an exact one
-    reads X20 and X.
+    reads X, or X20 where that is enough.
     """
     from mergepipe_pipeline.verbs.pack import pack as run
     from mergepipe_pipeline.verbs.replace import move_to_cold

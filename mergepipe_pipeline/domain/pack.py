@@ -1,13 +1,14 @@
 """A pack: one expert's deltas to its base, encoded in tiers from coarse to exact.
 
 Tiers R0 to R2 have the leading directions of δ as a matrix, L0 to L3 approximate what these leave
-by sums of a few steps; X20 holds the largest fifth of δ exactly, X the rest. A budget buys one
-level per block: what is read of the tiers together. An exact level gives the expert's own bits.
+by sums of a few steps; X20 holds the largest fifth of δ exactly, X all of the expert, by how far it
+is from what the directions make of the base. A budget buys one level per block: what is read of the
+tiers together. An exact level gives the expert's own bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
@@ -22,7 +23,7 @@ if TYPE_CHECKING:  # commands that read plans start without NumPy
     from mergepipe_pipeline.arrays import F32Array, I64Array, U32Array
 
 #: Part of every pack's id: raised when an encoder or a decoder changes its bits.
-CODEC_VERSION = "5"
+CODEC_VERSION = "6"
 #: Raised when the files beside frames change, which no id tells.
 PACK_FORMAT = "4"
 #: Elements that are encoded, compressed, verified and decoded together; a part of a tensor.
@@ -42,7 +43,7 @@ NOT_READ = -1
 TIERS_OF: Mapping[Level, tuple[Tier, ...]] = {
     **{tier: TIERS[: number + 1] for number, tier in enumerate((*FACTORED, *STEPPED))},
     "X20": ("X20",),
-    "X": ("X20", "X"),
+    "X": (*FACTORED, "X"),
 }
 #: The levels that give elements as they are stored, if not all the expert's; others give deltas.
 EXACT: tuple[Level, ...] = ("X20", "X")
@@ -142,7 +143,7 @@ class PackedInput:
 
     `pack` indexes `MergePlan.packs`; `tensor`, `unit` and `factors` are those of the
     `PackedTensor`. All approximate ranges are read with the same factors, those that any of them
-    needs, for `factor_nbytes`.
+    needs, and exact ones with all, for `factor_nbytes`.
     """
 
     pack: int
@@ -160,10 +161,19 @@ class PackedInput:
     @property
     def factor_tiers(self) -> tuple[Tier, ...]:
         """The tiers of factors that the ranges need, if the tensor has any."""
-        needed = {tier for r in self.ranges for tier in TIERS_OF[r.level]}
-        return tuple(tier for tier in FACTORED if tier in needed)
+        return _factored(self.ranges)
+
+    @property
+    def near_tiers(self) -> tuple[Tier, ...]:
+        """The tiers of factors that approximate ranges are read with, if the tensor has any."""
+        return _factored([r for r in self.ranges if not r.gives_bits])
 
     @property
     def approximate(self) -> tuple[PackedRange, ...]:
         """The ranges that give other results than the expert itself."""
         return tuple(r for r in self.ranges if not r.is_exact)
+
+
+def _factored(ranges: Sequence[PackedRange]) -> tuple[Tier, ...]:
+    needed = {tier for r in ranges for tier in TIERS_OF[r.level]}
+    return tuple(tier for tier in FACTORED if tier in needed)

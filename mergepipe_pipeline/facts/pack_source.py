@@ -22,7 +22,7 @@ from mergepipe_pipeline.checkpoints.stored import Verifier, Verify, read_stored
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.pack import (
     CHUNK_ELEMS,
-    EXACT,
+    FACTORED,
     TIERS_OF,
     PackedTensor,
     TensorContent,
@@ -34,7 +34,7 @@ from mergepipe_pipeline.errors import CheckpointChangedError, CorruptionError
 from mergepipe_pipeline.facts.input_segments import checkpoint_inputs
 from mergepipe_pipeline.facts.offline import open_root
 from mergepipe_pipeline.packs.basis import product_in
-from mergepipe_pipeline.packs.codec import BITS_OF, add_delta, decode_bits
+from mergepipe_pipeline.packs.codec import BITS_OF, decode_bits, predict
 from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.offline import (
     OfflineExpert,
@@ -53,6 +53,8 @@ from mergepipe_pipeline.storage.source import (
 )
 from mergepipe_pipeline.warehouse import Warehouse
 
+#: The tier that gives all bits of an expert.
+_EXACT: Tier = "X"
 #: Tensors whose decoding is kept prepared, and chunks that are decoded at once.
 _HELD_TENSORS, _CHUNKS_AT_ONCE = 64, 16
 
@@ -253,21 +255,24 @@ class _Tensors:
         raw = bytearray((stop_elem - start_elem) * itemsize(base.dtype))
         read_stored(self._readers, base, start_elem, stop_elem, memoryview(raw), check)
         base_bits = np.frombuffer(raw, BITS_OF[base.dtype])  # [elements], as `expert_bits`
-        expert_bits = np.empty_like(base_bits)
-        if self._near is None:
-            decode_bits(self._files.read(packed, EXACT, first, stop), base_bits, expert_bits)
-        elif (stored := self._near.stored.get(packed.name)) is not None:
-            expert_bits[:] = np.frombuffer(stored, base_bits.dtype)[start_elem:stop_elem]
-        else:
+        if self._near and (stored := self._near.stored.get(packed.name)) is not None:
+            size = itemsize(base.dtype)
+            return memoryview(stored)[start_elem * size : stop_elem * size]
+        told = None
+        if (product := self._product(packed.name)) is not None:
             numbers = np.zeros(len(base_bits), np.int16)
-            if (product := self._product(packed.name)) is not None:
-                product.add_to(numbers, start_elem, step_of(packed.unit))
-            expert_bits = add_delta(base_bits, numbers, packed.unit, packed.dtype)
+            product.add_to(numbers, start_elem, step_of(packed.unit))
+            told = predict(base_bits, numbers, packed.unit, packed.dtype)
+        expert_bits = told.bits if told else base_bits
+        if self._near is None:
+            frames = self._files.read(packed, [_EXACT], first, stop)
+            expert_bits = np.empty_like(base_bits)
+            decode_bits(frames, base_bits, expert_bits, told)
         return expert_bits.data.cast("B")
 
     def _directions(self, tensor: str) -> Product | None:
-        assert self._near is not None
-        return product_in(self._files, self._tensors[tensor], TIERS_OF[self._near.rung])
+        rung = self._near.rung if self._near else FACTORED[-1]
+        return product_in(self._files, self._tensors[tensor], TIERS_OF[rung])
 
     def _readers(self, _: int) -> BlockReader:
         return self._reader

@@ -93,19 +93,34 @@ def basis_of(shape: Sequence[int], l2sq: float, nonzero: int, delta: ReadDelta) 
 def basis_from(files: FrameFiles, tensor: PackedTensor) -> Basis:
     """The basis of a packed tensor. Raises CorruptionError for frames that are not its own."""
     stops = range(1, 1 + len(FACTORED)) if tensor.factors else ()
-    found = (product_in(files, tensor, FACTORED[:stop]) for stop in stops)
+    found = products_in(files, tensor, stops)
     return Basis(tensor.unit, [product for product in found if product is not None])
 
 
 def product_in(files: FrameFiles, tensor: PackedTensor, tiers: Sequence[Tier]) -> Product | None:
     """The product of some first rungs of a packed tensor; None where it has no factors."""
-    if not tensor.factors or not tiers:
-        return None
-    frames = files.read(tensor, tiers, 0, 1)
-    product = product_from([frames.frame(tier, 0) for tier in tiers], tensor.shape)
-    if not _fits(product.largest(), tensor.unit):
-        refuse(f"at most {STEPS_AT_MOST} steps of {step_of(tensor.unit)}", f"{product.largest()}")
+    (product,) = products_in(files, tensor, [len(tiers)]) if tensor.factors else (None,)
     return product
+
+
+def products_in(
+    files: FrameFiles, tensor: PackedTensor, counts: Sequence[int]
+) -> list[Product | None]:
+    """The products of so many first rungs each of a tensor with factors; None of no rung.
+
+    Their frames are read once. Raises CorruptionError.
+    """
+    tiers = FACTORED[: max(counts, default=0)]
+    if not tiers:
+        return [None for _ in counts]
+    frames, products = files.read(tensor, tiers, 0, 1), dict[int, Product | None]({0: None})
+    for count in {*counts} - {0}:
+        some = [frames.frame(tier, 0) for tier in tiers[:count]]
+        product = products[count] = product_from(some, tensor.shape)
+        if not _fits(product.largest(), tensor.unit):
+            most = f"at most {STEPS_AT_MOST} steps of {step_of(tensor.unit)}"
+            refuse(most, f"{product.largest()}")
+    return [products[count] for count in counts]
 
 
 def _fits(largest: float, unit: float) -> bool:

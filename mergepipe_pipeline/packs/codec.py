@@ -2,7 +2,8 @@
 
 A chunk is up to CHUNK_ELEMS elements of one tensor and the base's elements in the same places, as
 little-endian bits: uint16 of BF16 or F16, uint32 of F32. A tier in which nothing differs from zero
-has no bytes. The bits of a frame follow from those of the chunk, the tensor's unit and threshold.
+has no bytes. The bits of a frame follow from those of the chunk, the tensor's unit, factors and
+threshold.
 """
 
 from __future__ import annotations
@@ -17,11 +18,18 @@ import numpy.typing as npt
 
 from mergepipe_pipeline.arrays import F32Array, F64Array, I16Array, I64Array, U8Array
 from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, FACTORED, STEPPED, TIERS, Tier
-from mergepipe_pipeline.domain.stats import widened
-from mergepipe_pipeline.operators.kernels.bits import narrow, subtract
+from mergepipe_pipeline.operators.kernels.bits import subtract
 from mergepipe_pipeline.packs import ternary
-from mergepipe_pipeline.packs.exact import Bits, encode_exact, restore
+from mergepipe_pipeline.packs.exact import (
+    Bits,
+    Prediction,
+    encode_all,
+    encode_large,
+    predict_bf16,
+    restore,
+)
 from mergepipe_pipeline.packs.frames import Frames, Places, as_array, refuse, to_frame
+from mergepipe_pipeline.packs.product import SHARES
 from mergepipe_pipeline.packs.unpacked import contents_of
 
 #: The types of elements that a pack has levels of, as NumPy has their bits.
@@ -112,15 +120,21 @@ def encode_chunk(
     residual_sq[: len(FACTORED)] = [ternary.left(delta, r, step) for r in rungs] or math.inf
     # X20 never has zeros, and always what is no number.
     least = np.uint32(max(threshold_bits, 1))
-    x20, x, left_out = encode_exact(expert, base, delta, least)
+    x20, left_out = encode_large(expert, base, delta, least)
+    predicted = predict(base, near, unit, dtype) if rungs else Prediction.of_base(base)
+    # Where nothing has a frame, the expert is the base.
+    x = b"" if np.array_equal(expert, base) else encode_all(expert, predicted)
+    of_factors = int(SHARES[-1] * expert.nbytes) if rungs else 0
+    if len(x20) >= max(len(x) + of_factors, 1):
+        x20, left_out = b"", math.inf
     residual_sq[TIERS.index("X20")] = left_out if left_out == left_out else math.inf
-    _drop_dear(coarse, residual_sq[_STEPPED], len(x20) + len(x))
+    _drop_dear(coarse, residual_sq[_STEPPED], len(x))
     none = dict.fromkeys(FACTORED, b"")
     return EncodedChunk({**none, **coarse, "X20": x20, "X": x}, _rounded_up(residual_sq))
 
 
 def _drop_dear(frames: dict[Tier, bytes], residual_sq: F64Array, exact_nbytes: int) -> None:
-    """Leave out stepped tiers that take, with those before, as many bytes as exact levels."""
+    """Leave out stepped tiers that take, with those before, as many bytes as an exact level."""
     sizes = np.cumsum([len(frames[tier]) for tier in STEPPED])
     dear = int(np.searchsorted(sizes, max(exact_nbytes, 1)))
     residual_sq[dear:] = math.inf
@@ -152,19 +166,21 @@ def decode_bits(
     frames: Frames,
     base_bits: Bits,
     out_bits: Bits,
+    near: Prediction | None = None,
     places: Places | None = None,
     base_places: I64Array | None = None,
 ) -> None:
     """Put the expert's bits into `out_bits`, given the base's, which begin at `base_places`.
 
-    Chunks lie at `places`, or fill both one after the other. Without frames of X, elements that are
-    not in X20 are the base's: that is level X20. Raises CorruptionError.
+    Chunks lie at `places`, as does what factors predict of them, or fill all one after the other.
+    Elements that are not in X20 are the base's at its level. Raises CorruptionError.
     """
     places = places or Places.one_after_another(len(out_bits))
     at_base = places.starts if base_places is None else base_places
     starts, nbytes = (np.ascontiguousarray(of[_EXACT]) for of in (frames.starts, frames.nbytes))
-    chunks = places.starts, places.elems, at_base
-    bad = restore(frames.raw, (starts, nbytes), chunks, base_bits, out_bits)
+    chunks = places.starts, places.elems, at_base, at_base if near is None else places.starts
+    predicted = near or Prediction.of_base(base_bits)
+    bad = restore(frames.raw, (starts, nbytes), chunks, base_bits, predicted, out_bits)
     if bad >= 0:
         refuse(f"streams of {places.elems[bad]} elements", "no such streams")
 
@@ -212,17 +228,20 @@ def delta_of(expert: Bits, base: Bits, dtype: str) -> F32Array:
         return _values(expert, dtype) - _values(base, dtype)
 
 
-def add_delta(base: Bits, numbers: I16Array, unit: float, dtype: str) -> Bits:
+def predict(base: Bits, numbers: I16Array, unit: float, dtype: str) -> Prediction:
     """The elements [n] nearest to base + δ̂, with δ̂ in steps of a tensor of this unit."""
-    delta = numbers * ternary.step_of(unit)
+    step = ternary.step_of(unit)
+    is_below = np.empty(len(base), np.uint8)
+    if dtype == "BF16":
+        bits = np.empty(len(base), np.uint16)
+        predict_bf16(base.view(np.uint16), numbers, step, bits, is_below)
+        return Prediction(bits, is_below)
+    of = np.float32 if dtype == "F32" else np.float16
     with np.errstate(invalid="ignore", over="ignore"):
-        if dtype == "BF16":
-            bits = np.empty(len(base), np.uint16)
-            narrow(widened(base.view(np.uint16)) + delta, bits)
-        else:
-            of = np.float32 if dtype == "F32" else np.float16
-            bits = (_values(base, dtype) + delta).astype(of).view(base.dtype)
-    return np.where(numbers, bits, base)
+        told = _values(base, dtype) + numbers * step
+        rounded = told.astype(of)
+    np.less(rounded, told, out=is_below.view(np.bool_))
+    return Prediction(np.where(numbers, rounded.view(base.dtype), base), is_below)
 
 
 def _values(bits: Bits, dtype: str) -> F32Array:

@@ -36,9 +36,9 @@ from mergepipe_pipeline.domain.pack import (
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.operators.kernels.bits import times
-from mergepipe_pipeline.packs.basis import product_in
-from mergepipe_pipeline.packs.codec import BITS_OF, decode_bits, decode_numbers
-from mergepipe_pipeline.packs.exact import Bits
+from mergepipe_pipeline.packs.basis import products_in
+from mergepipe_pipeline.packs.codec import BITS_OF, decode_bits, decode_numbers, predict
+from mergepipe_pipeline.packs.exact import Bits, Prediction
 from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.frames import Frames, Places
 from mergepipe_pipeline.packs.product import Product
@@ -70,11 +70,10 @@ class _Piece(NamedTuple):
 class PackedPart:
     """Elements [start, stop) of a tensor, as they were read: of whole chunks, or of one chunk.
 
-    `levels` are those of the chunks that they lie in: one exact level, or any approximate ones, to
-    which `product` gives what the tensor's factors do. `frames` are those of the chunks. `root` is
-    the pack's folder. `base` has the stored bytes of
-    the base's chunk, where elements of a part of one are exact: how a chunk is coded follows from
-    all of them.
+    `levels` are those of the chunks that they lie in: one exact level, or any approximate ones.
+    `product` is of the tensor's factors. `frames` are those of the chunks. `root` is the pack's
+    folder. `base` has the stored bytes of the base's chunk, where elements of a part of one are
+    exact: how a chunk is coded follows from all of them.
     """
 
     root: str
@@ -95,6 +94,11 @@ class PackedPart:
     def is_expert(self) -> bool:
         """Whether all bits are the expert's; of X20, some are the base's."""
         return self.levels[0] == "X"
+
+    @property
+    def is_predicted(self) -> bool:
+        """Whether its bits are distances to what factors make of the base."""
+        return self.gives_bits and self.product is not None
 
     @property
     def is_whole(self) -> bool:
@@ -118,13 +122,27 @@ class PackedPart:
         """
         kind = BITS_OF[self.tensor.dtype]
         expert_bits, base_bits = np.frombuffer(out, kind), np.frombuffer(base, kind)
-        if self.is_whole:
-            self._exact(base_bits, expert_bits)
-            return
-        assert self.base is not None
-        whole = np.empty(self._n, kind)
-        self._exact(np.frombuffer(self.base, kind), whole)
-        expert_bits[:] = whole[self._inside]
+        whole = expert_bits
+        if not self.is_whole:
+            assert self.base is not None
+            base_bits, whole = np.frombuffer(self.base, kind), np.empty(self._n, kind)
+        told = self._predicted(base_bits)
+
+        def decode(chunks: slice, elems: slice) -> None:
+            near = told and Prediction(told.bits[elems], told.is_below[elems])
+            decode_bits(self.frames[chunks], base_bits[elems], whole[elems], near)
+
+        self._named(decode)
+        if not self.is_whole:
+            expert_bits[:] = whole[self._inside]
+
+    def _predicted(self, base: Bits) -> Prediction | None:
+        """What the tensor's factors make of the base's elements of all chunks; None without."""
+        if self.product is None:
+            return None
+        numbers = np.zeros(len(base), np.int16)
+        self.product.add_to(numbers, self._first * CHUNK_ELEMS, self.step)
+        return predict(base, numbers, self.tensor.unit, self.tensor.dtype)
 
     def delta(self, out: F32Array) -> None:
         """Fill `out` [stop − start] with δ̂. Raises CorruptionError."""
@@ -153,12 +171,6 @@ class PackedPart:
         """Add what the tensor's factors give to `numbers` [stop − start]."""
         if self.product is not None:
             self.product.add_to(numbers, self.start_elem, self.step)
-
-    def _exact(self, base: Bits, out: Bits) -> None:
-        def decode(chunks: slice, elems: slice) -> None:
-            decode_bits(self.frames[chunks], base[elems], out[elems])
-
-        self._named(decode)
 
     def _named(self, decode: Callable[[slice, slice], None]) -> None:
         """Decode all chunks; if that fails, say in the error which one cannot be decoded.
@@ -249,9 +261,10 @@ class PackedElements:
             tiers = [TIERS.index(tier) for tier in TIERS_OF[r.level] if tier not in FACTORED]
             self._wanted[tiers, slice(*_chunks(r.start_elem, r.stop_elem))] = True
         self._lock = threading.Lock()
-        #: Tiers of factors; what they give, once it is read.
-        self._rungs = packed.factor_tiers
-        self._product: Product | None = None
+        #: Tiers of factors that are read, and how many of them approximate levels take.
+        self._rungs, self._n_near = packed.factor_tiers, len(packed.near_tiers)
+        #: What they give approximate levels, and exact ones, once they are read.
+        self._products: tuple[Product | None, Product | None] = None, None
         #: Chunks of which only some elements were taken yet: frames, the base's bytes, and how many
         #: elements are missing.
         self._begun: dict[int, tuple[Frames, memoryview | None, int]] = {}
@@ -290,22 +303,24 @@ class PackedElements:
             else:
                 frames = whole[a - first : b - first]
             levels = [p.level for p in pieces for _ in range(*_chunks(p.start_elem, p.stop_elem))]
-            product = None if levels[0] in EXACT else self._factors()
+            product = self._factors()[levels[0] in EXACT]
             of = self._reader.root, self._tensor, levels
             parts.append(PackedPart(*of, *edges, frames, base, product))
         return parts
 
-    def _factors(self) -> Product | None:
-        """The product of the tensor's factors, which are read once."""
+    def _factors(self) -> tuple[Product | None, Product | None]:
+        """The products of the tensor's factors, which are read once."""
         with self._lock:
             if self._rungs and self._tensor.factors:
                 began, tally = time.perf_counter(), self._reader.tally
-                self._product = product_in(self._reader.files, self._tensor, self._rungs)
+                counts = self._n_near, len(self._rungs)
+                near, exact = products_in(self._reader.files, self._tensor, counts)
+                self._products = near, exact
                 tally.read_s += time.perf_counter() - began
                 rows = [TIERS.index(tier) for tier in self._rungs]
                 tally.nbytes += int(self._tensor.nbytes[rows, 0].sum())
             self._rungs = ()
-            return self._product
+            return self._products
 
     def _pieces(self, start_elem: int, stop_elem: int) -> Iterator[_Piece]:
         """Elements in [start, stop) from the pack: whole chunks of a level, and parts of one."""

@@ -1,22 +1,33 @@
-"""The tiers X20 and X, compiled: the expert's own bits as integer distances to the base's.
+"""The tiers X20 and X, compiled: the expert's own bits as integer distances to known ones.
 
 Bits are ordered as the numbers they mean, bijectively: −0 lies below +0, and every NaN keeps its
-payload. A distance wraps around, and alternates between above and below, so that small ones have
-small numbers. X20 has the stream of the large ones, in which the others are hidden; X has that of
-those that X20 hides.
+payload. A distance wraps around, and alternates between below and above, so that small ones have
+small numbers. X20 has those of elements with large deltas to the base's; in its stream the others
+are hidden. X has those of all elements to what the tensor's factors make of the base's, the side
+first on which that was rounded off; without factors, to the base's.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
 
-from mergepipe_pipeline.arrays import F32Array, I64Array, U8Array, U32Array, U64Array
+from mergepipe_pipeline.arrays import (
+    F32Array,
+    I16Array,
+    I64Array,
+    U8Array,
+    U16Array,
+    U32Array,
+    U64Array,
+)
+from mergepipe_pipeline.bfloat16 import NAN_BITS, nearest
 from mergepipe_pipeline.domain.pack import CHUNK_ELEMS
 from mergepipe_pipeline.jit import cached_njit
+from mergepipe_pipeline.operators.kernels.bits import bits_of, value_of
 from mergepipe_pipeline.packs.entropy import (
     STREAM_NBYTES,
     Numbers,
@@ -31,6 +42,23 @@ Bits = Numbers
 #: Sums are taken in so many lanes, added in order: nothing depends on the CPU's vector length.
 _LANES = 256
 _SIZE, _ZERO = np.uint32(0x7FFFFFFF), np.float32(0)
+_INFINITY = np.uint32(0x7F800000)
+_nearest = numba.njit(inline="always")(nearest)
+
+
+class Prediction(NamedTuple):
+    """Elements [n] as they are told without exact levels, as bits.
+
+    `is_below` [n]: they were rounded down; empty for the base's own, which nothing was added to.
+    """
+
+    bits: Bits
+    is_below: U8Array
+
+    @classmethod
+    def of_base(cls, base: Bits) -> Prediction:
+        """The base's elements: of a tensor without factors."""
+        return cls(base, np.empty(0, np.uint8))
 
 
 class _Room(threading.local):
@@ -39,72 +67,82 @@ class _Room(threading.local):
     def __init__(self) -> None:
         self.tables = Tables()
         self.stream = np.empty(STREAM_NBYTES, np.uint8)
-        self.bytes = np.empty((3, CHUNK_ELEMS), np.uint8)
-        self.numbers = np.empty(CHUNK_ELEMS, np.uint32)
+        self.bytes = np.empty((2, CHUNK_ELEMS), np.uint8)
 
 
 _room = _Room()
 
 
-def encode_exact(
+def encode_large(
     expert: Bits, base: Bits, delta: F32Array, least: np.uint32
-) -> tuple[bytes, bytes, float]:
-    """The frames of X20 and X of a chunk [n], and Σδ² of what X20 leaves out.
+) -> tuple[bytes, float]:
+    """The frame of X20 of a chunk [n], and Σδ² of what it leaves out.
 
-    X20 has the elements whose bits(|δ|) are `least` or more. A frame of nothing has no bytes.
+    It has the elements whose bits(|δ|) are `least` or more; none of these, no bytes.
     """
-    n = len(expert)
-    is_hidden, exponents = _room.bytes[0, :n], _room.bytes[1, :n]
-    folded = np.empty_like(expert)
-    n_hidden, left_out = _fold(expert, base, delta, least, is_hidden, folded)
-    exponents_of(base, exponents)
-    x20 = _stream(folded, is_hidden, exponents) if n_hidden < n else b""
-    rest = folded[:n_hidden]
-    _keep_hidden(is_hidden, exponents, folded)
+    is_hidden = _room.bytes[1, : len(expert)]
+    n_hidden, left_out = _hide(delta, least, is_hidden)
+    if n_hidden == len(expert):
+        return b"", left_out
+    return _stream(expert, Prediction.of_base(base), is_hidden), left_out
+
+
+def encode_all(expert: Bits, near: Prediction) -> bytes:
+    """The frame of X of a chunk [n], of which `near` is known."""
+    is_hidden = _room.bytes[1, : len(expert)]
     is_hidden[:] = 0
-    x = _stream(rest, is_hidden[:n_hidden], exponents[:n_hidden]) if rest.any() else b""
-    return x20, x, left_out
+    return _stream(expert, near, is_hidden)
 
 
-def _stream(numbers: Numbers, is_hidden: U8Array, exponents: U8Array) -> bytes:
+def _stream(expert: Bits, near: Prediction, is_hidden: U8Array) -> bytes:
     tables, stream = _room.tables, _room.stream
-    nbytes = encode(numbers, is_hidden, exponents, tables.codes, tables.words, stream)
+    exponents, folded = _room.bytes[0, : len(expert)], np.empty_like(expert)
+    exponents_of(near.bits, exponents)
+    _fold(expert, *near, folded)
+    nbytes = encode(folded, is_hidden, exponents, tables.codes, tables.words, stream)
     return stream[:nbytes].tobytes()
+
+
+@cached_njit(nogil=True)
+def predict_bf16(
+    base: U16Array, numbers: I16Array, step: np.float32, bits: U16Array, is_below: U8Array
+) -> None:
+    """Fill `bits` and `is_below` [n] with the bfloat16 nearest to base + numbers · step."""
+    for e in range(len(bits)):
+        told = value_of(base[e]) + np.float32(numbers[e]) * step
+        pattern: Any = bits_of(told)  # type: ignore[call-arg]
+        is_nan = (pattern & _SIZE) > _INFINITY
+        rounded = NAN_BITS if is_nan else np.uint16(_nearest(pattern))
+        rounded = rounded if numbers[e] else base[e]
+        bits[e], is_below[e] = rounded, value_of(rounded) < told
 
 
 def restore(
     raw: U8Array,
     frames: tuple[I64Array, I64Array],
-    chunks: tuple[I64Array, I64Array, I64Array],
+    chunks: tuple[I64Array, I64Array, I64Array, I64Array],
     base: Bits,
+    near: Prediction,
     out: Bits,
 ) -> int:
-    """Put into `out` the bits of chunks, given those of `base`.
+    """Put into `out` the bits of chunks, given those of `base` and what is predicted.
 
     Args:
         raw: what frames lie in.
         frames: where those of X20 and of X begin, and their bytes: int64 [2, chunks] each. Of no
-            bytes, none: elements that no frame has are the base's.
-        chunks: where the elements go, how many they are, and where the base's begin: [chunks] each.
+            bytes, none: elements that no frame has are the base's. Where there is one of X, that of
+            X20 is not looked at.
+        chunks: where the elements go, how many they are, where the base's begin, and where those
+            that are predicted: [chunks] each.
         base: the base's bits.
+        near: the predicted ones.
         out: gets the expert's.
 
     Gives the number of the first chunk that cannot be decoded, or −1.
     """
-    tables, (is_hidden, exponents, rest) = _room.tables, _room.bytes
-    return _restore(
-        raw,
-        *frames,
-        *chunks,
-        base,
-        tables.slots,
-        tables.words,
-        is_hidden,
-        exponents,
-        rest,
-        _room.numbers.view(out.dtype),
-        out,
-    )
+    tables, (exponents, is_hidden) = _room.tables, _room.bytes
+    room = exponents, is_hidden
+    return _restore(raw, *frames, *chunks, base, *near, tables.slots, tables.words, *room, out)
 
 
 @cached_njit(nogil=True)
@@ -115,74 +153,40 @@ def _restore(
     places: I64Array,
     elems: I64Array,
     base_places: I64Array,
+    near_places: I64Array,
     base: Bits,
+    near: Bits,
+    is_below: U8Array,
     slots: U64Array,
     words: U32Array,
-    is_hidden: U8Array,
     exponents: U8Array,
-    hidden_exponents: U8Array,
-    rest: Bits,
+    is_hidden: U8Array,
     out: Bits,
 ) -> int:
     for chunk in range(len(elems)):
         n, place, base_place = elems[chunk], places[chunk], base_places[chunk]
-        part, base_part = out[place : place + n], base[base_place : base_place + n]
-        if nbytes[0, chunk] == 0 and nbytes[1, chunk] == 0:
-            part[:] = base_part
-            continue
-        exponents_of(base_part, exponents[:n])
-        is_hidden[:n] = 1
-        part[:] = 0
-        if nbytes[0, chunk]:
-            stream = raw[starts[0, chunk] : starts[0, chunk] + nbytes[0, chunk]]
-            if not decode(stream, exponents[:n], slots, words, part, is_hidden[:n]):
-                return chunk
+        part, known = out[place : place + n], base[base_place : base_place + n]
+        tier, below = 0, is_below[:0]
         if nbytes[1, chunk]:
-            m = np.uint64(0)
-            for e in range(n):
-                hidden_exponents[m] = exponents[e]
-                m += np.uint64(is_hidden[e])
-            stream = raw[starts[1, chunk] : starts[1, chunk] + nbytes[1, chunk]]
-            # The exponents are of no more use: there is room for which of the rest are hidden.
-            flags = exponents[:m]
-            if not decode(stream, hidden_exponents[:m], slots, words, rest[:m], flags):
-                return chunk
-            if flags.any():
-                return chunk
-            _put_hidden(rest, is_hidden[:n], part)
-        _add_to(base_part, part)
+            tier, at = 1, near_places[chunk]
+            known, below = near[at : at + n], is_below[at : at + n]
+        elif not nbytes[0, chunk]:
+            part[:] = known
+            continue
+        exponents_of(known, exponents[:n])
+        stream = raw[starts[tier, chunk] : starts[tier, chunk] + nbytes[tier, chunk]]
+        if not decode(stream, exponents[:n], slots, words, part, is_hidden[:n]):
+            return chunk
+        if tier == 1 and is_hidden[:n].any():
+            return chunk
+        _add_to(known, below, part)
     return -1
 
 
 @cached_njit(nogil=True)
-def _keep_hidden(is_hidden: U8Array, exponents: U8Array, numbers: Bits) -> None:
-    """Move the exponents and numbers of hidden elements to the front of their arrays."""
-    at = np.uint64(0)
-    for e in range(len(is_hidden)):
-        exponents[at], numbers[at] = exponents[e], numbers[e]
-        at += np.uint64(is_hidden[e])
-
-
-@cached_njit(nogil=True)
-def _put_hidden(rest: Bits, is_hidden: U8Array, out: Bits) -> None:
-    """Put numbers in order where `out` [n] hides one, which is 0 there; without branches."""
-    number, at = out.dtype.type, np.uint64(0)
-    for e in range(len(out)):
-        out[e] |= rest[at] & number(number(0) - number(is_hidden[e]))
-        at += np.uint64(is_hidden[e])
-
-
-@cached_njit(nogil=True)
-def _fold(
-    expert: Bits, base: Bits, delta: F32Array, least: np.uint32, is_hidden: U8Array, out: Bits
-) -> tuple[int, float]:
-    """Fill `out` [n] with distances, and `is_hidden` [n]: whose bits(|δ|) are below `least`.
-
-    Gives how many these are, and their Σδ².
-    """
-    number = out.dtype.type
-    one, most = number(1), number(number(-1) >> number(1))
-    n, bits = len(out), delta.view(np.uint32)
+def _hide(delta: F32Array, least: np.uint32, is_hidden: U8Array) -> tuple[int, float]:
+    """Fill `is_hidden` [n]: whose bits(|δ|) are below `least`; how many these are, and Σδ²."""
+    n, bits = len(delta), delta.view(np.uint32)
     lanes = np.zeros(_LANES)
     for at in range(0, n, _LANES):
         part, part_bits = delta[at : at + _LANES], bits[at : at + _LANES]
@@ -191,10 +195,6 @@ def _fold(
             flags[i] = (part_bits[i] & _SIZE) < least
             left_out = np.float64(part[i] if flags[i] else _ZERO)
             lanes[i] += left_out * left_out
-    for e in range(n):
-        distance = number(_ordered(expert[e], number) - _ordered(base[e], number))
-        is_below = number(distance > most)
-        out[e] = number(distance << one) ^ number(number(0) - is_below)
     n_hidden, energy = 0, 0.0
     for e in range(n):
         n_hidden += is_hidden[e]
@@ -204,13 +204,39 @@ def _fold(
 
 
 @cached_njit(nogil=True)
-def _add_to(base: Bits, out: Bits) -> None:
-    """Turn distances `out` [n] to `base` [n] into bits; a loop of its own is vectorized."""
+def _fold(expert: Bits, near: Bits, is_below: U8Array, out: Bits) -> None:
+    """Fill `out` [n] with distances to `near`, small numbers for small ones."""
+    number = out.dtype.type
+    one, most = number(1), number(number(-1) >> number(1))
+    for e in range(len(out)):
+        out[e] = number(_ordered(expert[e], number) - _ordered(near[e], number))
+    _turn(is_below, out)
+    for e in range(len(out)):
+        is_less = number(out[e] > most)
+        out[e] = number(out[e] << one) ^ number(number(0) - is_less)
+
+
+@cached_njit(nogil=True)
+def _add_to(near: Bits, is_below: U8Array, out: Bits) -> None:
+    """Turn distances `out` [n] to `near` [n] into bits; loops of their own are vectorized."""
     number = out.dtype.type
     one = number(1)
-    for e in range(len(base)):
-        distance = number(out[e] >> one) ^ number(number(0) - number(out[e] & one))
-        out[e] = _ordered(number(_ordered(base[e], number) + distance), number)
+    for e in range(len(out)):
+        out[e] = number(out[e] >> one) ^ number(number(0) - number(out[e] & one))
+    _turn(is_below, out)
+    for e in range(len(out)):
+        out[e] = _ordered(number(_ordered(near[e], number) + out[e]), number)
+
+
+@numba.njit(inline="always")
+def _turn(is_below: Any, distances: Any) -> None:
+    """Change the sign of distances [n] to what was rounded down: more lie above it than below."""
+    number = distances.dtype.type
+    if len(is_below) == 0:
+        return
+    for e in range(len(distances)):
+        turned = number(is_below[e])
+        distances[e] = number(distances[e] ^ number(number(0) - turned)) + turned
 
 
 @numba.njit(inline="always")

@@ -1,6 +1,6 @@
 """A pack that travels: a sealed file that names an expert and the files beside it.
 
-It lies in `packs/ID/` beside a model, or alone: the frames of directions and of exact tiers, where
+It lies in `packs/ID/` beside a model, or alone: the frames of directions and of tier X, where
 these lie in their files, and of each of the expert's files what is in no pack. Who takes it makes
 files from them, and packs these again: what a sender says an expert holds is not believed. Of
 directions alone nothing is known but the sender's word: what is made of them is named as such.
@@ -40,7 +40,7 @@ from mergepipe_pipeline.storage.forms import read_form
 #: expert's weights.
 PACKS, EXPERT, CHUNKS, VECTORS, BESIDE = "packs", "expert.json", "chunks", "vectors", "beside"
 #: The tiers whose frames travel.
-SENT: tuple[Tier, ...] = (*FACTORED, *EXACT)
+SENT: tuple[Tier, ...] = TIERS_OF["X"]
 #: Elements of the longest vector that is sent whole.
 _MOST_OF_VECTOR = 1 << 20
 #: Bytes of a chunk in CHUNKS: sizes and checksums of its frames.
@@ -67,7 +67,7 @@ class PortablePack:
     tensors: tuple[TensorContent, ...]
     units: tuple[Annotated[float, Bound(ge=2.0**-100, le=2.0**100)], ...]
     files: tuple[PortableFile, ...]
-    format: Literal["mergepipe-portable/2"] = "mergepipe-portable/2"
+    format: Literal["mergepipe-portable/3"] = "mergepipe-portable/3"
 
     @property
     def frames(self) -> Mapping[Tier, PortableFile]:

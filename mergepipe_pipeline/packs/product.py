@@ -27,7 +27,7 @@ from mergepipe_pipeline.packs.frames import as_array, refuse
 I8Array = npt.NDArray[np.int8]
 
 #: Parts of the bytes of bfloat16 that the rungs take together, about; and directions at most.
-_SHARES = (0.001, 0.005, 0.02)
+SHARES = (0.001, 0.005, 0.02)
 _MOST_DIRECTIONS = 32
 #: Smaller matrices have no directions.
 _LEAST_LENGTH = 16
@@ -83,7 +83,7 @@ def ranks_of(shape: Sequence[int]) -> tuple[int, ...]:
     rows, columns = shape[-2:]
     each = 2 * rows * columns / _direction_nbytes(rows, columns)
     most = min(_MOST_DIRECTIONS, rows // 2, columns // 2)
-    return tuple(min(most, max(1, round(share * each))) for share in _SHARES)
+    return tuple(min(most, max(1, round(share * each))) for share in SHARES)
 
 
 def frames_of(rungs: Sequence[Product]) -> dict[Tier, bytes]:

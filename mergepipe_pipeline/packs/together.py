@@ -137,7 +137,7 @@ def decode_together(placed: Sequence[Placed], base: Bits, out: Bits) -> None:
     """
     whole: dict[tuple[int, bool], list[Placed]] = {}
     for p in placed:
-        if p.part.is_whole:
+        if p.part.is_whole and not p.part.is_predicted:
             whole.setdefault((id(p.part.frames.raw), p.part.gives_bits), []).append(p)
         else:
             _alone(p, base, out)
@@ -168,7 +168,7 @@ def _decode(placed: Sequence[Placed], base: Bits, out: Bits, *, gives_bits: bool
         some = slice(first, first + _CHUNKS_AT_ONCE)
         where = Places(places.starts[some], places.elems[some])
         if gives_bits:
-            decode_bits(frames[some], base, out, where, at_base[some])
+            decode_bits(frames[some], base, out, places=where, base_places=at_base[some])
         else:
             decode_numbers(frames[some], n_stepped[some], out.view(np.int16), where)
     for p in () if gives_bits else placed:

@@ -20,7 +20,7 @@ from mergepipe_pipeline.arrays import F32Array
 from mergepipe_pipeline.checkpoints.stored import Readers, Verifier, Verify, read_stored
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
-from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TIERS, TIERS_OF, PackedTensor, TensorContent
+from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TIERS, PackedTensor, TensorContent
 from mergepipe_pipeline.domain.segments import KnownSegments
 from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.dtypes import itemsize
@@ -33,6 +33,7 @@ from mergepipe_pipeline.packs.codec import (
     decode_bits,
     delta_of,
     encode_chunk,
+    predict,
 )
 from mergepipe_pipeline.packs.exact import Bits
 from mergepipe_pipeline.packs.frame_files import FrameFiles
@@ -169,7 +170,11 @@ def _encoded(
         some = slice(at, at + CHUNK_ELEMS)
         near = [numbers[some] for numbers in rungs]
         chunk = encode_chunk(expert[some], base[some], dtype, basis.unit, threshold_bits, near)
-        _refuse_other(packing, (start_elem + at) // CHUNK_ELEMS, chunk, expert[some], base[some])
+        told = predict(base[some], near[-1], basis.unit, dtype) if near else None
+        decoded = np.empty_like(expert[some])
+        decode_bits(Frames.of({"X": [chunk.frames["X"]]}), base[some], decoded, told)
+        if not np.array_equal(decoded, expert[some]):
+            raise _decoded_to_others(packing, (start_elem + at) // CHUNK_ELEMS)
         chunks.append(chunk)
     if first == 0:
         chunks[0] = replace(chunks[0], frames={**chunks[0].frames, **basis.frames})
@@ -185,20 +190,14 @@ def _bits(
     return np.frombuffer(raw, BITS_OF[view.dtype])
 
 
-def _refuse_other(
-    packing: Packing, number: int, chunk: EncodedChunk, expert: Bits, base: Bits
-) -> None:
-    """Raise CorruptionError if the exact frames of a chunk do not give the expert's bits."""
-    decoded = np.empty_like(expert)
-    decode_bits(Frames.of({t: [chunk.frames[t]] for t in TIERS_OF["X"]}), base, decoded)
-    if not np.array_equal(decoded, expert):
-        raise CorruptionError(
-            "A chunk does not decode to what was encoded",
-            where=f"tensor {packing.content.name}, chunk {number}",
-            expected="the expert's stored bits",
-            found="other bits",
-            next_step="run the command again; if it stays, please report it as a defect",
-        )
+def _decoded_to_others(packing: Packing, number: int) -> CorruptionError:
+    return CorruptionError(
+        "A chunk does not decode to what was encoded",
+        where=f"tensor {packing.content.name}, chunk {number}",
+        expected="the expert's stored bits",
+        found="other bits",
+        next_step="run the command again; if it stays, please report it as a defect",
+    )
 
 
 def _taken_over(

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from mergepipe_pipeline.arrays import BoolArray, F32Array, F64Array, I32Array, I64Array, U32Array
 from mergepipe_pipeline.jit import cached_njit
-from mergepipe_pipeline.planner.packed_rows import LAST_NEAR, N_RUNGS, ORIGINAL
+from mergepipe_pipeline.planner.packed_rows import LAST_NEAR, N_RUNGS, ORIGINAL, WITHOUT_FACTORS
 
 #: Savings per byte that differ by less are equal.
 _ROUNDING = 1e-9
@@ -177,7 +177,8 @@ def affordable(
     nbytes: I64Array,
     row: I64Array,
     expert: I64Array,
-    counts: tuple[int, int],
+    fees: I64Array,
+    n_candidates: int,
     budget_bytes: int,
     caps: I64Array,
 ) -> BoolArray:
@@ -185,18 +186,20 @@ def affordable(
 
     One that fits neither the budget nor its expert's cap (`caps` [experts]) is passed over, and
     with it all further ones of its candidate; with a rung, all of its row. `row` and `expert`
-    [upgrades] are the candidate's, `counts` how many candidates and rows there are.
+    [upgrades] are the candidate's. The first upgrade to X of a row costs its fee, too.
     """
     fits = np.zeros(len(nbytes), np.bool_)
-    closed, closed_row = np.zeros(counts[0], np.bool_), np.zeros(counts[1], np.bool_)
-    remaining, room = budget_bytes, caps.copy()
+    closed, closed_row = np.zeros(n_candidates, np.bool_), np.zeros(len(fees), np.bool_)
+    remaining, room, due = budget_bytes, caps.copy(), fees.copy()
     for p in range(len(nbytes)):
         if closed[candidate[p]] or closed_row[row[p]]:
             continue
-        fits[p] = nbytes[p] <= min(remaining, room[expert[p]])
+        cost = nbytes[p] + (due[row[p]] if WITHOUT_FACTORS < level[p] < ORIGINAL else 0)
+        fits[p] = cost <= min(remaining, room[expert[p]])
         if fits[p]:
-            remaining -= nbytes[p]
-            room[expert[p]] -= nbytes[p]
+            remaining -= cost
+            room[expert[p]] -= cost
+            due[row[p]] -= cost - nbytes[p]
         elif level[p] <= N_RUNGS:
             closed_row[row[p]] = True
         else:

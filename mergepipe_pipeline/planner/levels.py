@@ -18,11 +18,11 @@ from mergepipe_pipeline.arrays import BoolArray, F32Array, F64Array, I64Array, U
 from mergepipe_pipeline.domain.pack import TIERS, PackedInput, PackedRange
 from mergepipe_pipeline.planner.candidates import Candidates, Choice, Row
 from mergepipe_pipeline.planner.packed_rows import (
-    LAST_NEAR,
     N_RUNGS,
     NO_LEVELS,
     NOTHING,
     ORIGINAL,
+    WITHOUT_FACTORS,
     PackedRow,
     RowLevels,
 )
@@ -83,9 +83,8 @@ class LevelTable:
         out = np.where(c.zero, np.int8(NOTHING), np.int8(ORIGINAL))
         for row, cut in zip(c.rows, c.row_slices(), strict=True):
             if row.levels is not None:
-                least, level = _least_exact(row.levels)  # [blocks] each
-                is_less = (least < c.nbytes[cut]) & ~c.zero[cut]
-                out[cut][is_less] = level[is_less]
+                stored = np.where(c.zero[cut], 0, c.nbytes[cut])
+                _put_least_exact(row.levels, stored, out[cut])
         return out
 
     def _packed(self, levels: Levels) -> Iterator[tuple[slice, RowLevels]]:
@@ -102,11 +101,11 @@ class LevelTable:
 
 def factors_read(levels: Levels, packed: PackedRow) -> tuple[int, int]:
     """The first block of a row whose level needs factors, and their bytes; 0 for both if none."""
-    is_near = (levels > NOTHING) & (levels <= LAST_NEAR)
-    if not is_near.any():
+    with_factors = _is_packed(levels) & (levels != WITHOUT_FACTORS)
+    if not with_factors.any():
         return 0, 0
-    rung = min(int(levels[is_near].max()), N_RUNGS)
-    return int(is_near.argmax()), int(packed.rung_nbytes[rung - 1])
+    rung = min(int(levels[with_factors].max()), N_RUNGS)
+    return int(with_factors.argmax()), int(packed.rung_nbytes[rung - 1])
 
 
 def packed_input(row: Row, levels: Levels, block_elems: int) -> PackedInput | None:
@@ -136,12 +135,24 @@ def packed_input(row: Row, levels: Levels, block_elems: int) -> PackedInput | No
     return PackedInput(*place, factor_nbytes, ranges)
 
 
-def _least_exact(of: RowLevels) -> tuple[I64Array, Levels]:
-    """Per block the bytes of the cheapest exact level of a pack, and that level."""
+def _put_least_exact(of: RowLevels, stored_nbytes: I64Array, out: Levels) -> None:
+    """Put the exact levels of a pack that read the fewest bytes of a row into `out` [blocks].
+
+    Only where these are fewer than the stored ones [blocks]. Factors are read once for all blocks,
+    or, if that is less in all, only levels that need none.
+    """
     can = of.exact[:, None] & np.isfinite(of.packed.residual_sq)
     nbytes = np.where(can, of.packed.nbytes.astype(np.int64), np.iinfo(np.int64).max)
-    level = nbytes.argmin(axis=0)
-    return nbytes.min(axis=0), (1 + level).astype(np.int8)
+    most = 0
+    for usable, fee in ((WITHOUT_FACTORS - 1, 0), (slice(None), of.packed.rung_nbytes[-1])):
+        some = np.atleast_2d(nbytes[usable])
+        least = some.min(axis=0)
+        saved = np.maximum(stored_nbytes - least, 0).sum() - fee
+        if saved > most:
+            most, is_less = saved, least < stored_nbytes
+            numbers = np.arange(1, 1 + len(nbytes), dtype=np.int8)
+            level = np.atleast_1d(numbers[usable])[some.argmin(axis=0)]
+            out[is_less] = level[is_less]
 
 
 def _put(

@@ -53,13 +53,15 @@ class Strategy:
 class Ranked:
     """Upgrades, the most saved per byte first: a candidate to a level for so many more bytes.
 
-    Arrays are [upgrades], but for `free` [candidates]: those that the upgrade of a row is for.
+    Arrays are [upgrades], but for `free` [candidates]: those that the upgrade of a row is for; and
+    `fees` [rows]: the bytes of factors that its first exact level X needs besides.
     """
 
     candidate: I32Array
     level: Levels
     nbytes: I64Array
     free: Choice
+    fees: I64Array
 
     @property
     def has_rungs(self) -> bool:
@@ -69,7 +71,8 @@ class Ranked:
     def first(self, count: int) -> Ranked:
         """Return the best of them."""
         some = slice(count)
-        return Ranked(self.candidate[some], self.level[some], self.nbytes[some], self.free)
+        upgrades = self.candidate[some], self.level[some], self.nbytes[some]
+        return Ranked(*upgrades, self.free, self.fees)
 
 
 def magnitude(c: Candidates) -> F64Array:
@@ -152,7 +155,14 @@ def rank(
     if strategy.is_even and not (is_sum := _is_sum(c)[candidate]).all():
         per_byte = np.where(is_sum, per_byte, _together(c, per_byte, candidate, level))
     order = _best_first(falling(per_byte, candidate, level, c.row[candidate]))
-    return Ranked(candidate[order], level[order], nbytes[order], useful)
+    return Ranked(candidate[order], level[order], nbytes[order], useful, _fees(c, candidate, level))
+
+
+def _fees(c: Candidates, candidate: I32Array, level: Levels) -> I64Array:
+    """[rows]: bytes of a pack's factors, where no upgrade is a rung that pays for them."""
+    fees = np.array([row.levels.packed.rung_nbytes[-1] if row.levels else 0 for row in c.rows])
+    fees[c.row[candidate[level <= N_RUNGS]]] = 0
+    return fees.astype(np.int64)
 
 
 def _offered(
@@ -201,7 +211,8 @@ def _spent(
         ranked.nbytes,
         row,
         c.expert[ranked.candidate],
-        (len(c.row), len(c.rows)),
+        ranked.fees,
+        len(c.row),
         budget_bytes - int(nbytes.sum()),
         constraints.caps - spent,
     )

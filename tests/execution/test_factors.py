@@ -9,7 +9,15 @@ import pytest
 
 from mergepipe_pipeline.checkpoints.reader import Tally
 from mergepipe_pipeline.concurrency import threads
-from mergepipe_pipeline.domain.pack import FACTORED, STEPPED, TIERS, Level, PackedInput, PackedRange
+from mergepipe_pipeline.domain.pack import (
+    CHUNK_ELEMS,
+    FACTORED,
+    STEPPED,
+    TIERS,
+    Level,
+    PackedInput,
+    PackedRange,
+)
 from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import CorruptionError
@@ -112,6 +120,53 @@ def test_every_level_leaves_what_it_says_and_less_than_the_one_before(
             assert left <= before * (1 + 1e-3)
             before = left
         assert before < 0.02 * float(np.square(delta).sum())
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
+@pytest.mark.parametrize("method", ["linear", "ties"])
+def test_an_exact_merge_reads_directions_and_gives_the_bits_of_the_originals(
+    tmp_path: Path, method: str, dtype: str
+) -> None:
+    warehouse = family(tmp_path, dtype)
+    plan = planned(warehouse, tmp_path, None, method)
+    read = {share.level: share.nbytes for share in level_shares(plan)}
+    assert {"R2", "X"} <= read.keys()
+    assert sum(read.values()) == plan.estimates.expert_bytes_planned
+    assert plan.estimates.error_bound == 0
+    first = run_plan(warehouse, plan, options=WINDOWS)
+    assert first.realised.expert_bytes_read == plan.estimates.expert_bytes_planned
+    alone = make_plan(warehouse, parse(plan.recipe_text, name="r", where="r"), no_packs=True)
+    assert not alone.packs
+    assert alone.plan_id == plan.plan_id
+    again = run_plan(warehouse, alone, fresh=True)
+    assert again.snapshot.snapshot_id == first.snapshot.snapshot_id
+
+
+def test_exact_levels_take_all_directions_and_leave_approximate_ones_of_a_tensor_theirs(
+    tmp_path: Path,
+) -> None:
+    found = only_pack(family(tmp_path, experts=1))
+    name, at = "model.layers.0.a.weight", 2 * CHUNK_ELEMS
+    base, expert, tensor = tensors("BF16")[name], tensors("BF16", 1)[name], found.tensors[name]
+    near = decoded(found, name, "R0", base)
+    numel, rungs = near.size, [TIERS.index(tier) for tier in FACTORED]
+    ranges = (PackedRange(0, at, "R0", 0, False), PackedRange(at, numel, "X", 0, True))
+    factor_nbytes = int(tensor.nbytes[rungs, 0].sum())
+    packed = PackedInput(0, name, tensor.unit, tensor.factors, factor_nbytes, ranges)
+    assert (packed.near_tiers, packed.factor_tiers) == (("R0",), FACTORED)
+
+    def read_base(start: int, stop: int, into: memoryview) -> None:
+        into[:] = base[2][2 * start : 2 * stop]
+
+    with PackReader(found.source, tally := Tally()) as reader:
+        elements = PackedElements(reader, packed, tensor.digest, read_base)
+        some, rest = elements.fetch(0, numel, PageBuffer())
+        delta, bits = np.zeros(at, np.float32), bytearray(2 * (numel - at))
+        some.delta(delta)
+        rest.fill(memoryview(bits), memoryview(base[2])[2 * at :])
+    assert np.array_equal(delta, near[:at])
+    assert bytes(bits) == expert[2][2 * at :]
+    assert tally.nbytes == factor_nbytes + int(tensor.nbytes[TIERS.index("X"), 2:].sum())
 
 
 @pytest.mark.parametrize("method", ["task_arithmetic", "ties", "dare_linear"])
