@@ -72,7 +72,7 @@ class Forger:
             self._put(name, draw.randbytes(draw.randint(0, 40)))
             claim["files"].append({"name": name, "nbytes": 0, "sha256": ""})
         elif kind != "sound":
-            names = [n for n in self._files if kind in n]
+            names = [n for n, data in self._files.items() if kind in n and data]
             name = draw.choice(names)
             changed = bytearray(self._files[name])
             at = draw.choice((0, draw.randrange(len(changed)), len(changed) - 1))
