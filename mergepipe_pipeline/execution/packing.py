@@ -22,7 +22,6 @@ from mergepipe_pipeline.domain.pack import (
     CHUNK_ELEMS,
     FACTORED,
     TIERS,
-    TIERS_OF,
     X20_DENSITY,
     TensorContent,
     Tier,
@@ -60,8 +59,8 @@ def contents_of(
 class PackEstimate:
     """About what packing an expert would take: bytes per tier, seconds; and what it would save.
 
-    `pays_back_after` exact merges have read as many bytes less as packing takes time; None if
-    tiers X20 and X are not smaller than the expert.
+    Tier X is as long as without directions, which are not looked for. `pays_back_after` exact
+    merges have read as many bytes less as packing takes time; None if they read no less.
     """
 
     name: str
@@ -75,7 +74,7 @@ class PackEstimate:
     @property
     def exact_nbytes(self) -> int:
         """Bytes that an exact merge reads of the pack in place of the tensors in it."""
-        return sum(self.tier_nbytes[t] for t in TIERS_OF["X"])
+        return self.tier_nbytes["X"]
 
 
 def estimate_pack(
@@ -104,16 +103,16 @@ def estimate_pack(
         nbytes,
         expert.checkpoint.nbytes,
         _packing_s(n_elems, nbytes),
-        pays_back_after(n_elems, nbytes, sizes),
+        pays_back_after(n_elems, nbytes, sizes["X"]),
     )
 
 
-def pays_back_after(n_elems: int, nbytes: int, tier_nbytes: Mapping[Tier, int]) -> int | None:
+def pays_back_after(n_elems: int, nbytes: int, exact_nbytes: int) -> int | None:
     """Exact merges that, reading less, save the seconds that packing takes; None if never.
 
     Packing `n_elems` elements in `nbytes`, by what it usually takes: a first run compiles kernels.
     """
-    saved_nbytes = nbytes - sum(tier_nbytes.get(tier, nbytes) for tier in TIERS_OF["X"])
+    saved_nbytes = nbytes - exact_nbytes
     if saved_nbytes <= 0:
         return None
     return max(1, ceil(_packing_s(n_elems, nbytes) * _READ_BYTES_PER_S / saved_nbytes))

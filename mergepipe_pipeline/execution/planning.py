@@ -1,14 +1,14 @@
 """The plan of one recipe: what will be read for it under its budget, stored by id.
 
 A plan names the bytes it reads, so the stages before a recipe's last are merged first (`stages`).
-While a merge that follows at once is planned, the disk is idle: `prefetch_base` fetches the base.
+While a merge that follows at once is planned, the disk is idle: `prefetch_base` reads the base.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Unpack
 
@@ -22,7 +22,7 @@ from mergepipe_pipeline.execution.lookup import store_plan
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.resolve import Planning, ResolvedRecipe, requested, resolve_stage
-from mergepipe_pipeline.storage.source import FetchedAhead, FileRange, open_source
+from mergepipe_pipeline.storage.source import FetchedAhead, FileRange, LocalSource, open_source
 from mergepipe_pipeline.storage.uncached import fits_page_cache
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -119,7 +119,7 @@ def plan_resolved(
     return plan
 
 
-#: Asked for at a time: the thread ends after one of these.
+#: Long, since after each step the thread waits for its turn in the interpreter.
 _STEP_NBYTES = 32 << 20
 
 #: Checkpoints' roots with the tensors to read, in file order.
@@ -127,7 +127,7 @@ _Places = list[tuple[str, list[TensorEntry]]]
 
 
 def is_worth_prefetching(resolved: ResolvedRecipe) -> bool:
-    """Whether the base is worth fetching before the plan is made.
+    """Whether the base is worth reading before the plan is made.
 
     What is analysed first is read there, and what the page cache cannot hold would be read twice.
     """
@@ -136,15 +136,15 @@ def is_worth_prefetching(resolved: ResolvedRecipe) -> bool:
 
 @contextmanager
 def prefetch_base(resolved: ResolvedRecipe) -> Iterator[None]:
-    """While the block runs, fetch the recipe's base in another thread, if that is worth it.
+    """While the block runs, read the recipe's base in another thread, if that is worth it.
 
-    It is not copied: what the page cache has costs nothing.
+    What the page cache has is left out: to copy it would take the memory that planning waits for.
     """
     if not is_worth_prefetching(resolved):
         yield
         return
     over = threading.Event()
-    reader = threading.Thread(target=_fetch, args=(_base_tensors(resolved), over), daemon=True)
+    reader = threading.Thread(target=_read_ahead, args=(_base_tensors(resolved), over), daemon=True)
     reader.start()
     try:
         yield
@@ -167,21 +167,22 @@ def _base_tensors(resolved: ResolvedRecipe) -> _Places:
     return [(root, sorted(e, key=lambda e: (e.file, e.start_byte))) for root, e in by_root.items()]
 
 
-def _fetch(places: _Places, over: threading.Event) -> None:
+def _read_ahead(places: _Places, over: threading.Event) -> None:
+    buffer = memoryview(bytearray(_STEP_NBYTES))
     # What is wrong with a file, the merge says when it comes to it.
-    with suppress(MergePipeError, OSError), ExitStack() as opened:
+    with suppress(MergePipeError, OSError):
         for root, entries in places:
-            source = opened.enter_context(open_source(root))
-            if isinstance(source, FetchedAhead):
-                source.expect(_range(e) for e in entries)
-                continue
-            for e in entries:
-                for start in range(0, e.nbytes, _STEP_NBYTES):
-                    if over.is_set():
-                        return
-                    nbytes = min(_STEP_NBYTES, e.nbytes - start)
-                    source.will_need(e.file, e.start_byte + start, nbytes)
-        over.wait()  # a source that fetches ends with its being open
+            with open_source(root) as source:
+                if isinstance(source, FetchedAhead):
+                    source.expect(_range(e) for e in entries)
+                for e in entries:
+                    for start in range(0, e.nbytes, _STEP_NBYTES):
+                        if over.is_set():
+                            return
+                        piece = buffer[: min(_STEP_NBYTES, e.nbytes - start)]
+                        place = e.file, e.start_byte + start
+                        if not (isinstance(source, LocalSource) and source.has(*place, len(piece))):
+                            source.read_into(*place, piece)
 
 
 def _range(entry: TensorEntry) -> FileRange:

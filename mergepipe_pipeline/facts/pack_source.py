@@ -1,8 +1,8 @@
 """The files of a checkpoint whose weight files a pack stands for (a `CheckpointSource`).
 
-A packed tensor's bytes come from the pack's exact tiers and the base, the other bytes of weight
-files from their leftovers, and all other files from the expert's folder. Readers compare them with
-the expert's digests, as for any other file.
+A packed tensor's bytes come from the pack's tier X, its directions and the base, the other bytes of
+weight files from their leftovers, and all other files from the expert's folder. Readers compare
+them with the expert's digests, as for any other file.
 """
 
 from __future__ import annotations
@@ -53,8 +53,6 @@ from mergepipe_pipeline.storage.source import (
 )
 from mergepipe_pipeline.warehouse import Warehouse
 
-#: The tier that gives all bits of an expert.
-_EXACT: Tier = "X"
 #: Tensors whose decoding is kept prepared, and chunks that are decoded at once.
 _HELD_TENSORS, _CHUNKS_AT_ONCE = 64, 16
 
@@ -252,12 +250,12 @@ class _Tensors:
     ) -> memoryview:
         """The stored bytes of chunks [first, stop)."""
         start_elem, stop_elem = first * CHUNK_ELEMS, min(stop * CHUNK_ELEMS, base.numel)
-        raw = bytearray((stop_elem - start_elem) * itemsize(base.dtype))
+        size = itemsize(base.dtype)
+        if self._near and (stored := self._near.stored.get(packed.name)) is not None:
+            return memoryview(stored)[start_elem * size : stop_elem * size]
+        raw = bytearray((stop_elem - start_elem) * size)
         read_stored(self._readers, base, start_elem, stop_elem, memoryview(raw), check)
         base_bits = np.frombuffer(raw, BITS_OF[base.dtype])  # [elements], as `expert_bits`
-        if self._near and (stored := self._near.stored.get(packed.name)) is not None:
-            size = itemsize(base.dtype)
-            return memoryview(stored)[start_elem * size : stop_elem * size]
         told = None
         if (product := self._product(packed.name)) is not None:
             numbers = np.zeros(len(base_bits), np.int16)
@@ -265,7 +263,7 @@ class _Tensors:
             told = predict(base_bits, numbers, packed.unit, packed.dtype)
         expert_bits = told.bits if told else base_bits
         if self._near is None:
-            frames = self._files.read(packed, [_EXACT], first, stop)
+            frames = self._files.read(packed, ["X"], first, stop)
             expert_bits = np.empty_like(base_bits)
             decode_bits(frames, base_bits, expert_bits, told)
         return expert_bits.data.cast("B")

@@ -29,7 +29,6 @@ from mergepipe_pipeline.packs.exact import (
     restore,
 )
 from mergepipe_pipeline.packs.frames import Frames, Places, as_array, refuse, to_frame
-from mergepipe_pipeline.packs.product import SHARES
 from mergepipe_pipeline.packs.unpacked import contents_of
 
 #: The types of elements that a pack has levels of, as NumPy has their bits.
@@ -124,9 +123,6 @@ def encode_chunk(
     predicted = predict(base, near, unit, dtype) if rungs else Prediction.of_base(base)
     # Where nothing has a frame, the expert is the base.
     x = b"" if np.array_equal(expert, base) else encode_all(expert, predicted)
-    of_factors = int(SHARES[-1] * expert.nbytes) if rungs else 0
-    if len(x20) >= max(len(x) + of_factors, 1):
-        x20, left_out = b"", math.inf
     residual_sq[TIERS.index("X20")] = left_out if left_out == left_out else math.inf
     _drop_dear(coarse, residual_sq[_STEPPED], len(x))
     none = dict.fromkeys(FACTORED, b"")
@@ -229,7 +225,10 @@ def delta_of(expert: Bits, base: Bits, dtype: str) -> F32Array:
 
 
 def predict(base: Bits, numbers: I16Array, unit: float, dtype: str) -> Prediction:
-    """The elements [n] nearest to base + δ̂, with δ̂ in steps of a tensor of this unit."""
+    """The elements [n] nearest to base + δ̂, with δ̂ in steps of a tensor of this unit.
+
+    The base's where δ̂ is 0, or that is no number.
+    """
     step = ternary.step_of(unit)
     is_below = np.empty(len(base), np.uint8)
     if dtype == "BF16":
@@ -241,7 +240,8 @@ def predict(base: Bits, numbers: I16Array, unit: float, dtype: str) -> Predictio
         told = _values(base, dtype) + numbers * step
         rounded = told.astype(of)
     np.less(rounded, told, out=is_below.view(np.bool_))
-    return Prediction(np.where(numbers, rounded.view(base.dtype), base), is_below)
+    keeps = (numbers == 0) | np.isnan(told)
+    return Prediction(np.where(keeps, base, rounded.view(base.dtype)), is_below)
 
 
 def _values(bits: Bits, dtype: str) -> F32Array:

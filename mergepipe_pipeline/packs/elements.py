@@ -98,7 +98,7 @@ class PackedPart:
     @property
     def is_predicted(self) -> bool:
         """Whether its bits are distances to what factors make of the base."""
-        return self.gives_bits and self.product is not None
+        return self.is_expert and self.product is not None
 
     @property
     def is_whole(self) -> bool:
@@ -303,7 +303,8 @@ class PackedElements:
             else:
                 frames = whole[a - first : b - first]
             levels = [p.level for p in pieces for _ in range(*_chunks(p.start_elem, p.stop_elem))]
-            product = self._factors()[levels[0] in EXACT]
+            near, exact = self._factors()
+            product = exact if levels[0] == "X" else None if levels[0] == "X20" else near
             of = self._reader.root, self._tensor, levels
             parts.append(PackedPart(*of, *edges, frames, base, product))
         return parts

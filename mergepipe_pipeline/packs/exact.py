@@ -24,7 +24,7 @@ from mergepipe_pipeline.arrays import (
     U32Array,
     U64Array,
 )
-from mergepipe_pipeline.bfloat16 import NAN_BITS, nearest
+from mergepipe_pipeline.bfloat16 import nearest
 from mergepipe_pipeline.domain.pack import CHUNK_ELEMS
 from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.operators.kernels.bits import bits_of, value_of
@@ -111,9 +111,8 @@ def predict_bf16(
     for e in range(len(bits)):
         told = value_of(base[e]) + np.float32(numbers[e]) * step
         pattern: Any = bits_of(told)  # type: ignore[call-arg]
-        is_nan = (pattern & _SIZE) > _INFINITY
-        rounded = NAN_BITS if is_nan else np.uint16(_nearest(pattern))
-        rounded = rounded if numbers[e] else base[e]
+        keeps = numbers[e] == 0 or (pattern & _SIZE) > _INFINITY
+        rounded = base[e] if keeps else np.uint16(_nearest(pattern))
         bits[e], is_below[e] = rounded, value_of(rounded) < told
 
 

@@ -27,7 +27,7 @@ from mergepipe_pipeline.packs.frames import as_array, refuse
 I8Array = npt.NDArray[np.int8]
 
 #: Parts of the bytes of bfloat16 that the rungs take together, about; and directions at most.
-SHARES = (0.001, 0.005, 0.02)
+_SHARES = (0.001, 0.005, 0.02)
 _MOST_DIRECTIONS = 32
 #: Smaller matrices have no directions.
 _LEAST_LENGTH = 16
@@ -60,10 +60,14 @@ class Product:
 
     def add_to(self, numbers: I16Array, start_elem: int, step: np.float32) -> None:
         """Add δ̂ of elements from `start_elem` on, in steps of this size, to `numbers` [n]."""
+        size = self.left.shape[1] * self.right.shape[2]
+        first = start_elem // size
+        some = slice(first, -(-(start_elem + len(numbers)) // size))  # matrices that are met
         # [n, r, columns], as whole float32 numbers
-        weighted = self.right.astype(np.float32) * self.weights[:, :, None].astype(np.float32)
+        weights = self.weights[some, :, None].astype(np.float32)
+        weighted = self.right[some].astype(np.float32) * weights
         times = np.float32(float(self.step) / float(step))
-        _add_product(self.left, weighted, times, start_elem, numbers)
+        _add_product(self.left[some], weighted, times, start_elem - first * size, numbers)
 
     def first(self, rank: int, factor: float = 1.0) -> Product:
         """The product of so many directions of each matrix, times a factor."""
@@ -83,7 +87,7 @@ def ranks_of(shape: Sequence[int]) -> tuple[int, ...]:
     rows, columns = shape[-2:]
     each = 2 * rows * columns / _direction_nbytes(rows, columns)
     most = min(_MOST_DIRECTIONS, rows // 2, columns // 2)
-    return tuple(min(most, max(1, round(share * each))) for share in SHARES)
+    return tuple(min(most, max(1, round(share * each))) for share in _SHARES)
 
 
 def frames_of(rungs: Sequence[Product]) -> dict[Tier, bytes]:

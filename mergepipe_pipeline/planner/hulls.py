@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from mergepipe_pipeline.arrays import BoolArray, F32Array, F64Array, I32Array, I64Array, U32Array
 from mergepipe_pipeline.jit import cached_njit
-from mergepipe_pipeline.planner.packed_rows import LAST_NEAR, N_RUNGS, ORIGINAL, WITHOUT_FACTORS
+from mergepipe_pipeline.planner.packed_rows import LAST_NEAR, N_RUNGS, ORIGINAL, X_LEVEL
 
 #: Savings per byte that differ by less are equal.
 _ROUNDING = 1e-9
@@ -194,7 +194,7 @@ def affordable(
     for p in range(len(nbytes)):
         if closed[candidate[p]] or closed_row[row[p]]:
             continue
-        cost = nbytes[p] + (due[row[p]] if WITHOUT_FACTORS < level[p] < ORIGINAL else 0)
+        cost = nbytes[p] + (due[row[p]] if level[p] == X_LEVEL else 0)
         fits[p] = cost <= min(remaining, room[expert[p]])
         if fits[p]:
             remaining -= cost

@@ -22,7 +22,7 @@ from mergepipe_pipeline.planner.packed_rows import (
     NO_LEVELS,
     NOTHING,
     ORIGINAL,
-    WITHOUT_FACTORS,
+    X20_LEVEL,
     PackedRow,
     RowLevels,
 )
@@ -101,7 +101,7 @@ class LevelTable:
 
 def factors_read(levels: Levels, packed: PackedRow) -> tuple[int, int]:
     """The first block of a row whose level needs factors, and their bytes; 0 for both if none."""
-    with_factors = _is_packed(levels) & (levels != WITHOUT_FACTORS)
+    with_factors = _is_packed(levels) & (levels != X20_LEVEL)
     if not with_factors.any():
         return 0, 0
     rung = min(int(levels[with_factors].max()), N_RUNGS)
@@ -144,15 +144,12 @@ def _put_least_exact(of: RowLevels, stored_nbytes: I64Array, out: Levels) -> Non
     can = of.exact[:, None] & np.isfinite(of.packed.residual_sq)
     nbytes = np.where(can, of.packed.nbytes.astype(np.int64), np.iinfo(np.int64).max)
     most = 0
-    for usable, fee in ((WITHOUT_FACTORS - 1, 0), (slice(None), of.packed.rung_nbytes[-1])):
-        some = np.atleast_2d(nbytes[usable])
-        least = some.min(axis=0)
+    for stop, fee in ((X20_LEVEL, 0), (len(nbytes), of.packed.rung_nbytes[-1])):
+        least = nbytes[:stop].min(axis=0)
         saved = np.maximum(stored_nbytes - least, 0).sum() - fee
         if saved > most:
             most, is_less = saved, least < stored_nbytes
-            numbers = np.arange(1, 1 + len(nbytes), dtype=np.int8)
-            level = np.atleast_1d(numbers[usable])[some.argmin(axis=0)]
-            out[is_less] = level[is_less]
+            out[is_less] = 1 + nbytes[:stop].argmin(axis=0)[is_less]
 
 
 def _put(

@@ -30,8 +30,8 @@ NO_LEVELS = np.zeros(N_LEVELS, np.bool_)
 #: In a choice of levels, the last that approximates.
 LAST_NEAR = 1 + TIERS.index("L3")
 _X20, _X = TIERS.index("X20"), TIERS.index("X")
-#: In a choice of levels, the one of a pack that needs no factors.
-WITHOUT_FACTORS = 1 + _X20
+#: In a choice of levels, the exact ones, of which X20 needs no factors.
+X20_LEVEL, X_LEVEL = 1 + _X20, 1 + _X
 #: [levels, tiers]: which tiers of blocks are read for each level.
 _READ = np.array(
     [[tier in TIERS_OF[level] and tier not in FACTORED for tier in TIERS] for level in TIERS],

@@ -24,6 +24,7 @@ from mergepipe_pipeline.planner.packed_rows import (
     NO_LEVELS,
     NOTHING,
     ORIGINAL,
+    X_LEVEL,
     RowLevels,
 )
 
@@ -147,7 +148,7 @@ def rank(
                 made.nbytes[at], made.saved[at] = row.bundle_nbytes, saved
                 at += 1
             continue
-        offered = _offered(row.levels, with_near=with_near)
+        offered = _offered(row.levels, table.cheapest[cut], with_near=with_near)
         blocks = RowBlocks(worth[cut], table.delta_sq[cut], c.nbytes[cut], useful[cut], *offered)
         at = row_upgrades(blocks, cut.start, made, at)
     candidate, level, nbytes = made.candidate[:at], made.level[:at], made.nbytes[:at]
@@ -166,13 +167,18 @@ def _fees(c: Candidates, candidate: I32Array, level: Levels) -> I64Array:
 
 
 def _offered(
-    of: RowLevels | None, *, with_near: bool
+    of: RowLevels | None, cheapest: Levels, *, with_near: bool
 ) -> tuple[I64Array, U32Array, F32Array, Choice, Choice]:
-    """What a row's pack offers, as the last fields of `RowBlocks`; nothing without a pack."""
+    """What a row's pack offers, as the last fields of `RowBlocks`; nothing without a pack.
+
+    Where no rung pays for the factors that X needs, X is offered only if the row as a whole is
+    read so at the least cost.
+    """
     if of is None:
         no_levels = np.empty((0, 0), np.uint32), np.empty((0, 0), np.float32)
         return np.zeros(N_RUNGS, np.int64), *no_levels, NO_LEVELS, NO_LEVELS
-    usable = of.usable if with_near else of.exact
+    usable = (of.usable if with_near else of.exact).copy()
+    usable[X_LEVEL - 1] &= bool(usable[0] or (cheapest == X_LEVEL).any())
     return of.packed.rung_nbytes, of.packed.nbytes, of.packed.residual_sq, usable, of.exact
 
 

@@ -25,6 +25,7 @@ from mergepipe_pipeline.storage.regular import (
 )
 from mergepipe_pipeline.storage.roots import UNMOUNTED, refuse_unmounted
 from mergepipe_pipeline.storage.uncached import (
+    cached_nbytes,
     is_cold,
     is_long,
     open_direct,
@@ -271,6 +272,15 @@ class LocalSource(CheckpointSource):
         file = self._take(path)
         try:
             os.posix_fadvise(file.descriptor, start_byte, nbytes, os.POSIX_FADV_WILLNEED)
+        finally:
+            HANDLES.give_back(file)
+
+    def has(self, path: str, start_byte: int, nbytes: int) -> bool:
+        """Whether most of these bytes are in the page cache; False where nobody can tell."""
+        file = self._take(path)
+        try:
+            cached = cached_nbytes(file.descriptor, start_byte, nbytes)
+            return cached is not None and 2 * cached > nbytes
         finally:
             HANDLES.give_back(file)
 

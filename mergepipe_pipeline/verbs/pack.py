@@ -13,6 +13,7 @@ from mergepipe_pipeline.deploy.recipe_files import bases_read
 from mergepipe_pipeline.domain.model import Model, grid_for
 from mergepipe_pipeline.domain.pack import (
     PACKED_DTYPES,
+    TIERS_OF,
     X20_DENSITY,
     PackedTensor,
     TensorContent,
@@ -186,6 +187,7 @@ def _packed(warehouse: Warehouse, name: str, base: str, progress: Progress) -> P
         known = warehouse.packs.open(pack_id_of(contents))
     views = [expert.views[c.name] for c in contents]
     totals = sum(v.numel for v in views), sum(v.stored_nbytes for v in views)
+    exact_nbytes = sum(known.tier_nbytes[tier] for tier in TIERS_OF["X"])
     return Packed(
         name,
         base,
@@ -196,7 +198,7 @@ def _packed(warehouse: Warehouse, name: str, base: str, progress: Progress) -> P
         len(contents),
         taken_over,
         seconds,
-        pays_back_after(*totals, known.tier_nbytes) if is_fresh else None,
+        pays_back_after(*totals, exact_nbytes) if is_fresh else None,
     )
 
 

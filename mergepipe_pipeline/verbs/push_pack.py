@@ -1,6 +1,6 @@
 """The verb `push --pack`: an expert's pack goes beside a model, with what gives the expert back.
 
-What travels are the exact tiers, those of directions, and what is in no pack of the model's files,
+What travels are tier X, those of directions, and what is in no pack of the model's files,
 by the list that merges have. Who has the base makes each file from them again, bit for bit, or near
 to it from directions alone.
 """

@@ -1,4 +1,4 @@
-"""A base is fetched while a plan is made, and nothing but time depends on that."""
+"""A base is read while a plan is made, and nothing but time depends on that."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ def known(home: Warehouse, recipe_text: RecipeText, budget: str | None) -> Resol
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
-    """Places that the disk is asked for: file, first byte, bytes."""
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """Places that are read: file, first byte, bytes."""
     found: list[tuple[str, int, int]] = []
-    real = LocalSource.will_need
+    real = LocalSource.read_into
 
-    def counted(self: LocalSource, path: str, start_byte: int, nbytes: int) -> None:
-        found.append((path, start_byte, nbytes))
-        real(self, path, start_byte, nbytes)
+    def counted(self: LocalSource, path: str, start: int, buffer: memoryview) -> None:
+        found.append((path, start, len(buffer)))
+        real(self, path, start, buffer)
 
-    monkeypatch.setattr(LocalSource, "will_need", counted)
+    monkeypatch.setattr(LocalSource, "read_into", counted)
+    monkeypatch.setattr(LocalSource, "has", lambda *_: False)
     return found
 
 
@@ -48,25 +49,24 @@ def wait_for(done: Callable[[], bool]) -> None:
     assert done()
 
 
-def test_every_byte_of_the_base_is_asked_for_once_while_a_plan_is_made(
-    home: Warehouse, recipe_text: RecipeText, asked: list[tuple[str, int, int]]
+def test_every_byte_of_the_base_is_read_once_while_a_plan_is_made(
+    home: Warehouse, recipe_text: RecipeText, reads: list[tuple[str, int, int]]
 ) -> None:
     checked = known(home, recipe_text, "50%")
     assert checked.base is not None
     entries = checked.base.checkpoint.tensors
-    asked.clear()
+    reads.clear()
     with prefetch_base(checked):
-        wait_for(lambda: len(asked) >= len(entries))
-    assert sorted(asked) == sorted((e.file, e.start_byte, e.nbytes) for e in entries)
+        wait_for(lambda: len(reads) >= len(entries))
+    assert sorted(reads) == sorted((e.file, e.start_byte, e.nbytes) for e in entries)
 
 
-def test_a_cold_base_comes_into_the_page_cache_and_nothing_of_it_into_memory(
+def test_nothing_is_read_that_the_page_cache_has_and_everything_that_it_has_not(
     home: Warehouse, recipe_text: RecipeText, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked = known(home, recipe_text, "50%")
     assert checked.base is not None
     (entry, *_), root = checked.base.checkpoint.tensors, checked.base.checkpoint.root
-    monkeypatch.setattr(LocalSource, "read_into", lambda *_: pytest.fail("it reads"))
     with open(f"{root}/{entry.file}", "rb") as file:
         pages = partial(cached_nbytes, file.fileno(), entry.start_byte, entry.nbytes)
         if pages() is None:
@@ -80,22 +80,25 @@ def test_a_cold_base_comes_into_the_page_cache_and_nothing_of_it_into_memory(
         wait_for(dropped)
         with prefetch_base(checked):
             wait_for(lambda: (pages() or 0) >= entry.nbytes)
+        monkeypatch.setattr(LocalSource, "read_into", lambda *_: pytest.fail("it reads"))
+        with prefetch_base(checked):
+            sleep(0.05)
 
 
 def test_it_ends_with_the_planning(
     home: Warehouse,
     recipe_text: RecipeText,
-    asked: list[tuple[str, int, int]],
+    reads: list[tuple[str, int, int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     checked = known(home, recipe_text, "50%")
     monkeypatch.setattr(planning, "_STEP_NBYTES", 1)
-    asked.clear()
+    reads.clear()
     with prefetch_base(checked):
-        wait_for(lambda: bool(asked))
-    after = len(asked)
+        wait_for(lambda: bool(reads))
+    after = len(reads)
     sleep(0.05)
-    assert 0 < after == len(asked) < checked.cost.base_bytes
+    assert 0 < after == len(reads) < checked.cost.base_bytes
 
 
 def test_so_it_is_before_a_merge_without_a_budget(home: Warehouse, recipe_text: RecipeText) -> None:
@@ -132,7 +135,8 @@ def test_what_is_wrong_with_a_file_is_left_to_the_merge(
         asked.append(args)
         raise error
 
-    monkeypatch.setattr(LocalSource, "will_need", broken)
+    monkeypatch.setattr(LocalSource, "read_into", broken)
+    monkeypatch.setattr(LocalSource, "has", lambda *_: False)
     with prefetch_base(checked):
         wait_for(lambda: bool(asked))
     assert len(asked) == 1

@@ -83,12 +83,12 @@ def only_pack(warehouse: Warehouse, number: int = 0) -> Pack:
 
 
 def decoded(found: Pack, name: str, level: Level, base: Stored) -> np.ndarray:
-    """δ̂ of a tensor, or the expert's values, as windows of odd lengths read it."""
+    """δ̂ of a tensor at an approximate level, as windows of odd lengths read it."""
     tensor, values = found.tensors[name], decode(base)
     numel = values.size
     rows = [TIERS.index(t) for t in FACTORED if t in TIERS[: TIERS.index(level) + 1]]
-    nbytes = int(tensor.nbytes[rows, 0].sum()) if level not in ("X20", "X") else 0
-    given = PackedRange(0, numel, level, 0, level == "X")
+    nbytes = int(tensor.nbytes[rows, 0].sum())
+    given = PackedRange(0, numel, level, 0, False)
     packed = PackedInput(0, name, tensor.unit, tensor.factors, nbytes, (given,))
     tally, out = Tally(), np.zeros(numel, np.float32)
     with PackReader(found.source, tally) as reader:

@@ -42,13 +42,13 @@ from tests.support.stored import Stored, decode, encode, write
 
 
 def decoded(warehouse: Warehouse, pack_id: str) -> dict[str, bytes]:
-    """The stored bytes of all tensors of a pack of the models' base, from tiers X20 and X."""
+    """The stored bytes of all tensors of a pack without factors, from tier X."""
     known, base, out = warehouse.packs.open(pack_id), base_tensors(), {}
     with FrameFiles(known.root) as files:
         for name, tensor in known.tensors.items():
             bits = np.frombuffer(base[name][2], BITS_OF[tensor.dtype])
             found = np.empty_like(bits)
-            frames = files.read(tensor, ("X20", "X"), 0, tensor.nbytes.shape[1])
+            frames = files.read(tensor, ["X"], 0, tensor.nbytes.shape[1])
             decode_bits(frames, bits, found)
             out[name] = found.tobytes()
     return out

@@ -193,6 +193,29 @@ def test_where_everything_fits_it_is_exact_and_read_from_wherever_it_is_fewer_by
     assert (tight == levels).all()
 
 
+def test_stored_blocks_are_bought_where_an_exact_level_is_dearer_by_the_factors_it_needs() -> None:
+    n, stored = 4, 2 * CHUNK_ELEMS
+    nbytes = np.zeros((len(TIERS), n), np.uint32)
+    residual_sq = np.full((len(TIERS), n), np.inf, np.float32)
+    nbytes[TIERS.index("X")], nbytes[0, 0], residual_sq[TIERS.index("X")] = stored - 1000, 20_000, 0
+    packed = packed_row(0, "w", 1.0, "f", 7, nbytes, residual_sq)
+    row = Row(
+        tensor=0,
+        position=0,
+        name="t0#0",
+        numel=n * CHUNK_ELEMS,
+        itemsize=2,
+        coefficient=1.0,
+        block_l2sq=np.ones(n),
+        block_nonzero=np.ones(n, np.int64),
+        levels=row_levels(packed, None, approximates=False),
+    )
+    table = LevelTable(lay_out([row], GRID))
+    assert (table.cheapest == ORIGINAL).all()
+    levels = select_levels(problem(table), Budget(nbytes=2 * stored))
+    assert sorted(levels.tolist()) == [NOTHING, NOTHING, ORIGINAL, ORIGINAL]
+
+
 @given(table=tables(), fraction=st.floats(0, 1))
 def test_what_a_plan_reads_of_a_pack_is_what_was_chosen(table: LevelTable, fraction: float) -> None:
     levels = select_levels(problem(table), Budget(fraction=fraction))

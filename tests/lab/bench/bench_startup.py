@@ -28,7 +28,7 @@ _UNTIL_IT_READS = """
 import os
 from mergepipe_pipeline.cli.start import program
 from mergepipe_pipeline.execution import planning
-planning._fetch = lambda *_: os._exit(0)
+planning._read_ahead = lambda *_: os._exit(0)
 program()
 """
 
