@@ -55,6 +55,8 @@ from mergepipe_pipeline.warehouse import Warehouse
 
 #: Tensors whose decoding is kept prepared, and chunks that are decoded at once.
 _HELD_TENSORS, _CHUNKS_AT_ONCE = 64, 16
+#: Products that are: those of a layer's experts take 11 MB.
+_HELD_PRODUCTS = 4
 
 
 class Near(NamedTuple):
@@ -224,7 +226,7 @@ class _Tensors:
         self._reader = BlockReader(self._source, self._base, None)
         self._files = FrameFiles(pack_root, reading)
         self._of = lru_cache(maxsize=_HELD_TENSORS)(self._opened)
-        self._product = lru_cache(maxsize=_HELD_TENSORS)(self._directions)
+        self._product = lru_cache(maxsize=_HELD_PRODUCTS)(self._directions)
 
     def read_into(self, tensor: str, start_byte: int, out: memoryview) -> None:
         """Fill `out` with a tensor's bytes from `start_byte` on; decodes the chunks they are in.
