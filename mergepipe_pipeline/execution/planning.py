@@ -138,7 +138,7 @@ def is_worth_prefetching(resolved: ResolvedRecipe) -> bool:
 def prefetch_base(resolved: ResolvedRecipe) -> Iterator[None]:
     """While the block runs, read the recipe's base in another thread, if that is worth it.
 
-    What the page cache has is left out: to copy it would take the memory that planning waits for.
+    What the page cache has is left out.
     """
     if not is_worth_prefetching(resolved):
         yield

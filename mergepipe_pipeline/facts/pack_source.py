@@ -33,8 +33,8 @@ from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import CheckpointChangedError, CorruptionError
 from mergepipe_pipeline.facts.input_segments import checkpoint_inputs
 from mergepipe_pipeline.facts.offline import open_root
-from mergepipe_pipeline.packs.basis import product_in
-from mergepipe_pipeline.packs.codec import BITS_OF, decode_bits, predict
+from mergepipe_pipeline.packs.basis import predicted, product_in
+from mergepipe_pipeline.packs.codec import BITS_OF, decode_bits
 from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.offline import (
     OfflineExpert,
@@ -44,7 +44,6 @@ from mergepipe_pipeline.packs.offline import (
     sound_leftover,
 )
 from mergepipe_pipeline.packs.product import Product
-from mergepipe_pipeline.packs.ternary import step_of
 from mergepipe_pipeline.storage.source import (
     CheckpointSource,
     LocalSource,
@@ -55,7 +54,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 
 #: Tensors whose decoding is kept prepared, and chunks that are decoded at once.
 _HELD_TENSORS, _CHUNKS_AT_ONCE = 64, 16
-#: Products that are: those of a layer's experts take 11 MB.
+#: Tensors whose product of directions is held: that of all experts of a layer takes 11 MB.
 _HELD_PRODUCTS = 4
 
 
@@ -258,11 +257,7 @@ class _Tensors:
         raw = bytearray((stop_elem - start_elem) * size)
         read_stored(self._readers, base, start_elem, stop_elem, memoryview(raw), check)
         base_bits = np.frombuffer(raw, BITS_OF[base.dtype])  # [elements], as `expert_bits`
-        told = None
-        if (product := self._product(packed.name)) is not None:
-            numbers = np.zeros(len(base_bits), np.int16)
-            product.add_to(numbers, start_elem, step_of(packed.unit))
-            told = predict(base_bits, numbers, packed.unit, packed.dtype)
+        told = predicted(self._product(packed.name), packed, base_bits, start_elem)
         expert_bits = told.bits if told else base_bits
         if self._near is None:
             frames = self._files.read(packed, ["X"], first, stop)

@@ -11,8 +11,9 @@ import numpy as np
 
 from mergepipe_pipeline.arrays import F32Array, I16Array
 from mergepipe_pipeline.domain.pack import FACTORED, PackedTensor, Tier
-from mergepipe_pipeline.packs.codec import STEPS_AT_MOST, unit_of
+from mergepipe_pipeline.packs.codec import STEPS_AT_MOST, predict, unit_of
 from mergepipe_pipeline.packs.directions import Directions, leading
+from mergepipe_pipeline.packs.exact import Bits, Prediction
 from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.frames import refuse
 from mergepipe_pipeline.packs.product import (
@@ -121,6 +122,17 @@ def products_in(
             most = f"at most {STEPS_AT_MOST} steps of {step_of(tensor.unit)}"
             refuse(most, f"{product.largest()}")
     return [products[count] for count in counts]
+
+
+def predicted(
+    product: Product | None, tensor: PackedTensor, base: Bits, start_elem: int
+) -> Prediction | None:
+    """What a tensor's product makes of the base's elements [n] from `start_elem` on; or None."""
+    if product is None:
+        return None
+    numbers = np.zeros(len(base), np.int16)
+    product.add_to(numbers, start_elem, step_of(tensor.unit))
+    return predict(base, numbers, tensor.unit, tensor.dtype)
 
 
 def _fits(largest: float, unit: float) -> bool:

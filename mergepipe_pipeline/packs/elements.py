@@ -36,9 +36,9 @@ from mergepipe_pipeline.domain.pack import (
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.operators.kernels.bits import times
-from mergepipe_pipeline.packs.basis import products_in
-from mergepipe_pipeline.packs.codec import BITS_OF, decode_bits, decode_numbers, predict
-from mergepipe_pipeline.packs.exact import Bits, Prediction
+from mergepipe_pipeline.packs.basis import predicted, products_in
+from mergepipe_pipeline.packs.codec import BITS_OF, decode_bits, decode_numbers
+from mergepipe_pipeline.packs.exact import Prediction
 from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.frames import Frames, Places
 from mergepipe_pipeline.packs.product import Product
@@ -126,7 +126,8 @@ class PackedPart:
         if not self.is_whole:
             assert self.base is not None
             base_bits, whole = np.frombuffer(self.base, kind), np.empty(self._n, kind)
-        told = self._predicted(base_bits)
+        start_elem = self._first * CHUNK_ELEMS
+        told = predicted(self.product, self.tensor, base_bits, start_elem)
 
         def decode(chunks: slice, elems: slice) -> None:
             near = told and Prediction(told.bits[elems], told.is_below[elems])
@@ -135,14 +136,6 @@ class PackedPart:
         self._named(decode)
         if not self.is_whole:
             expert_bits[:] = whole[self._inside]
-
-    def _predicted(self, base: Bits) -> Prediction | None:
-        """What the tensor's factors make of the base's elements of all chunks; None without."""
-        if self.product is None:
-            return None
-        numbers = np.zeros(len(base), np.int16)
-        self.product.add_to(numbers, self._first * CHUNK_ELEMS, self.step)
-        return predict(base, numbers, self.tensor.unit, self.tensor.dtype)
 
     def delta(self, out: F32Array) -> None:
         """Fill `out` [stop − start] with δ̂. Raises CorruptionError."""

@@ -189,7 +189,7 @@ def spend(table: LevelTable, ranked: Ranked, constraints: Constraints, pinned: L
     """
     budget_bytes = constraints.budget_bytes
     levels = _spent(table, ranked, constraints, pinned, budget_bytes)
-    # Rows that end up exact as a whole need no factors: what these cost can be spent again.
+    # Rows that end up as stored or at X20 need no factors: what these cost can be spent again.
     for _ in range(_AGAIN):
         left = constraints.budget_bytes - int(table.nbytes(levels).sum())
         if not left or not ranked.has_rungs:
