@@ -13,10 +13,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from fractions import Fraction
-from typing import TypeGuard, TypeVar
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BeforeValidator, Field, WrapValidator
 
 from mergepipe_pipeline.domain.recipe import Budget, ModelRef, Selection, Share, TensorRecipe
 from mergepipe_pipeline.errors import BudgetError
+from mergepipe_pipeline.recipe.keys import Keys, expecting
 from mergepipe_pipeline.recipe.problems import KeyPath, Problems, shown, suggest
 from mergepipe_pipeline.text import listed
 
@@ -147,122 +150,115 @@ def _error(value: object, where: str, next_step: str, expected: str = _EXPECTED)
     )
 
 
-BUDGET_KEYS = ("limit", "error", "pin", "exclude", "keep", "shares")
-_SELECTION_KEYS = ("experts", "tensors")
-_Read = TypeVar("_Read")
+_Item = TypeVar("_Item")
+
+
+def _read_by(parse: Callable[[object, str], object]) -> BeforeValidator:
+    """For `Annotated[…]`: what `parse` reads; a problem says what that expected and found."""
+
+    def read(value: object) -> object:
+        try:
+            return parse(value, "budget")
+        except BudgetError as error:
+            text = f"expected {error.expected}, found {error.found}; {error.next_step}"
+            raise ValueError(text) from None
+
+    return BeforeValidator(read)
+
+
+def _part(value: object, where: str) -> Budget:
+    amount = parse_amount(value, where)
+    if amount == Budget():
+        raise ValueError("expected a share of the budget like 50%, or a size, found no limit")
+    return amount
+
+
+def _entries(value: object) -> tuple[object, ...]:
+    if not isinstance(value, list):
+        hint = f"; write [{value}]" if isinstance(value, str) else ""
+        raise ValueError(f"expected a list, found {shown(value)}{hint}")
+    if not value:
+        raise ValueError("expected at least one entry, found none")
+    return tuple(value)
+
+
+def _shares(value: object) -> object:
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a mapping like `{{math: 50%}}`, found {shown(value)}")
+    return value
+
+
+def _is_pattern(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _blocks(value: object, read: Callable[[object], _Blocks]) -> _Blocks:
+    if _is_pattern(value):
+        return read({"experts": [value]})
+    if not isinstance(value, dict):
+        how = "an expert's name or `{experts: […], tensors: […]}`"
+        raise ValueError(f"expected {how}, found {shown(value)}")
+    blocks = read(value)
+    if not (blocks.experts or blocks.tensors):
+        raise ValueError("expected `experts:` or `tensors:`, found neither")
+    return blocks
+
+
+_Entries = Annotated[tuple[_Item, ...], BeforeValidator(_entries)]
+_Part = Annotated[Budget, _read_by(_part)]
+_Pattern = Annotated[Any, expecting("a name or a pattern like `math*`", _is_pattern)]
+
+
+class _Blocks(Keys):
+    experts: _Entries[_Pattern] = ()
+    tensors: _Entries[_Pattern] = ()
+
+
+_Selections = _Entries[Annotated[_Blocks, WrapValidator(_blocks)]]
+
+
+class _Amount(Keys):
+    budget: Annotated[Budget, _read_by(parse_budget)] = Budget()
+
+
+class BudgetYaml(Keys):
+    """The key `budget:` where it is a mapping."""
+
+    limit: Annotated[Budget, _read_by(parse_amount)] = Budget()
+    error: Annotated[float | None, _read_by(parse_error)] = None
+    pin: _Selections = ()
+    exclude: _Selections = ()
+    keep: _Entries[_Pattern] = ()
+    shares: Annotated[dict[_Pattern, _Part], BeforeValidator(_shares)] = Field(default={})
 
 
 def read_budget(value: object, problems: Problems) -> Budget:
     """The `budget:` of a recipe, an amount or a mapping with `limit:` or `error:` and options.
 
-    Adds every problem at its place; what is wrong is left out of the result.
+    Adds every problem at its place, and knows no limit then.
     """
     path: KeyPath = ("budget",)
     if not isinstance(value, dict):
-        return _read(parse_budget, value, path, problems) or Budget()
+        return (_Amount.read({"budget": value}, (), problems) or _Amount()).budget
     if not value:
-        problems.add(path, f"expected at least one of {', '.join(BUDGET_KEYS)}, found none")
-    problems.add_unknown(value, BUDGET_KEYS, path)
-    limit, error = value.get("limit"), value.get("error")
-    amount = _read(parse_amount, limit, (*path, "limit"), problems) or Budget()
-    if limit is not None and error is not None:
+        names = ", ".join(BudgetYaml.names())
+        problems.add(path, f"expected at least one of {names}, found none")
+    if value.get("limit") is not None and value.get("error") is not None:
         problems.add((*path, "error"), "give either `limit:` or `error:`, not both")
-    elif error is not None:
-        amount = Budget(error=_read(parse_error, error, (*path, "error"), problems))
-    pin = _selections(value.get("pin"), (*path, "pin"), problems)
-    exclude = _selections(value.get("exclude"), (*path, "exclude"), problems)
-    for i, selection in enumerate(pin):
-        if selection in exclude:
-            problems.add(
-                (*path, "pin", i), "the same blocks are under `exclude:`; give one of both"
-            )
+        value = value | {"error": None}
+    keys = BudgetYaml.read(value, path, problems) or BudgetYaml()
+    for i, blocks in enumerate(keys.pin):
+        if blocks in keys.exclude:
+            text = "the same blocks are under `exclude:`; give one of both"
+            problems.add((*path, "pin", i), text)
     return replace(
-        amount,
-        pin=pin,
-        exclude=exclude,
-        keep=_patterns(value.get("keep"), (*path, "keep"), problems),
-        shares=_shares(value.get("shares"), (*path, "shares"), problems),
+        keys.limit,
+        error=keys.error,
+        pin=tuple(Selection(b.experts, b.tensors) for b in keys.pin),
+        exclude=tuple(Selection(b.experts, b.tensors) for b in keys.exclude),
+        keep=keys.keep,
+        shares=tuple(Share(p, part.nbytes, part.fraction) for p, part in keys.shares.items()),
     )
-
-
-def _read(
-    parse: Callable[[object, str], _Read], value: object, path: KeyPath, problems: Problems
-) -> _Read | None:
-    try:
-        return parse(value, "budget")
-    except BudgetError as error:
-        text = f"expected {error.expected}, found {error.found}; {error.next_step}"
-        problems.add(path, text)
-        return None
-
-
-def _selections(value: object, path: KeyPath, problems: Problems) -> tuple[Selection, ...]:
-    selections = (_selection(v, p, problems) for v, p in _items(value, path, problems))
-    return tuple(selection for selection in selections if selection is not None)
-
-
-def _selection(value: object, path: KeyPath, problems: Problems) -> Selection | None:
-    if isinstance(value, str):
-        return Selection((value,)) if _is_pattern(value, path, problems) else None
-    if not isinstance(value, dict):
-        problems.add(
-            path,
-            f"expected an expert's name or `{{experts: […], tensors: […]}}`, found {shown(value)}",
-        )
-        return None
-    n_before = len(problems)
-    problems.add_unknown(value, _SELECTION_KEYS, path)
-    experts, tensors = (
-        _patterns(value.get(key), (*path, key), problems) for key in _SELECTION_KEYS
-    )
-    if len(problems) == n_before and not (experts or tensors):
-        problems.add(path, "expected `experts:` or `tensors:`, found neither")
-    return Selection(experts, tensors) if len(problems) == n_before else None
-
-
-def _shares(value: object, path: KeyPath, problems: Problems) -> tuple[Share, ...]:
-    if value is None:
-        return ()
-    if not isinstance(value, dict):
-        problems.add(path, f"expected a mapping like `{{math: 50%}}`, found {shown(value)}")
-        return ()
-    shares = []
-    for pattern, share in value.items():
-        share_path = (*path, pattern)
-        if not _is_pattern(pattern, share_path, problems):
-            continue
-        amount = _read(parse_amount, share, share_path, problems)
-        if amount == Budget():
-            problems.add(
-                share_path, "expected a share of the budget like 50%, or a size, found no limit"
-            )
-        elif amount is not None:
-            shares.append(Share(pattern, amount.nbytes, amount.fraction))
-    return tuple(shares)
-
-
-def _patterns(value: object, path: KeyPath, problems: Problems) -> tuple[str, ...]:
-    items = _items(value, path, problems)
-    return tuple(v for v, p in items if _is_pattern(v, p, problems))
-
-
-def _items(value: object, path: KeyPath, problems: Problems) -> Sequence[tuple[object, KeyPath]]:
-    if value is None:
-        return ()
-    if isinstance(value, list):
-        if not value:
-            problems.add(path, "expected at least one entry, found none")
-        return [(item, (*path, i)) for i, item in enumerate(value)]
-    hint = f"; write [{value}]" if isinstance(value, str) else ""
-    problems.add(path, f"expected a list, found {shown(value)}{hint}")
-    return ()
-
-
-def _is_pattern(value: object, path: KeyPath, problems: Problems) -> TypeGuard[str]:
-    if isinstance(value, str) and value.strip():
-        return True
-    problems.add(path, f"expected a name or a pattern like `math*`, found {shown(value)}")
-    return False
 
 
 _LISTED = 8

@@ -35,7 +35,8 @@ class Keys(BaseModel):
             return cls.model_validate(value)
         except ValidationError as invalid:
             for error in invalid.errors(include_url=False):
-                problems.add((*path, *error["loc"]), sentence_of(error, cls.keys_at))
+                loc = (part for part in error["loc"] if part != "[key]")  # pydantic's, of a dict
+                problems.add((*path, *loc), sentence_of(error, cls.keys_at))
         return None
 
     @classmethod
@@ -57,7 +58,7 @@ def _keys_in(kind: Any, path: KeyPath) -> Collection[str]:
     """The keys at a path below a value of a kind: a mapping, or a list or an option of such."""
     if isinstance(kind, type) and issubclass(kind, Keys):
         return kind.keys_at(path)
-    below = path[1:] if get_origin(kind) in (list, dict) else path
+    below = path[1:] if get_origin(kind) in (list, tuple, dict) else path
     found = (_keys_in(part, below) for part in get_args(kind) if below)
     return next(filter(None, found), ())
 

@@ -52,14 +52,6 @@ class Problems:
         """Note that `text` is wrong at `path` for a tensor: of many the first is named."""
         self._of_tensors.setdefault((path, text), {})[tensor] = None
 
-    def add_unknown(
-        self, value: Mapping[str, object], known: Collection[str], path: KeyPath
-    ) -> None:
-        """Note each key of the mapping at `path` that is none of those `known`."""
-        for key in value:
-            if key not in known:
-                self.add((*path, key), unknown_key(key, known))
-
     def ignore(self, path: KeyPath, text: str) -> None:
         """Note what mergekit ignores: a problem, or a warning in a recipe read leniently."""
         if self.lenient:

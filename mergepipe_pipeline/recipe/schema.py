@@ -19,7 +19,7 @@ from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.domain.bounds import NAME
 from mergepipe_pipeline.dtypes import FLOATING, FP8_BLOCKS, TORCH_NAME, code_from_name
 from mergepipe_pipeline.errors import RecipeError
-from mergepipe_pipeline.recipe.budget import BUDGET_KEYS
+from mergepipe_pipeline.recipe.budget import BudgetYaml
 from mergepipe_pipeline.recipe.cron import cron_problem, is_time_zone
 from mergepipe_pipeline.recipe.keys import Keys, Reference
 from mergepipe_pipeline.recipe.problems import (
@@ -351,7 +351,7 @@ def _unknown_key(key: str, path: KeyPath) -> str:
         return f"`{key}` belongs to the top level of the recipe"
     if key == "layer_range":
         return "whole models are merged under `models:`; use `slices:` to choose layers"
-    if key in BUDGET_KEYS and len(path) == 1:
+    if key in BudgetYaml.names() and len(path) == 1:
         return f"`{key}` is an option of the budget; move it under `budget:`"
     return unknown_key(key, RecipeYaml.keys_at(path))
 
