@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, ValidationError
@@ -21,7 +22,7 @@ from mergepipe_pipeline.dtypes import FLOATING, FP8_BLOCKS, TORCH_NAME, code_fro
 from mergepipe_pipeline.errors import RecipeError
 from mergepipe_pipeline.recipe.budget import BudgetYaml
 from mergepipe_pipeline.recipe.cron import cron_problem, is_time_zone
-from mergepipe_pipeline.recipe.keys import Keys, Reference
+from mergepipe_pipeline.recipe.keys import Keys, Reference, expecting
 from mergepipe_pipeline.recipe.problems import (
     KeyPath,
     Problems,
@@ -52,12 +53,6 @@ _ONE_OF = "`match:`, `tag:` or `run:`"
 CONTENTS = ("models", "slices", "modules")
 
 
-def _text(value: str) -> str:
-    if not value.strip():
-        raise ValueError(f"expected a text, found {shown(value)}")
-    return value
-
-
 def _layer_range(value: object) -> object:
     layers = layer_range(value)
     # The last slice may have no layer: `checks` sees which one is the last.
@@ -79,15 +74,6 @@ def _dtype_code(value: str) -> str:
         near = suggest(re.sub("^(b?)fp?(?=[0-9])", r"\1float", value), names)
         text = f"expected {error.expected} or {FP8_BLOCKS}, found {error.found}{near}"
         raise ValueError(text) from None
-
-
-def _ref(value: str) -> str:
-    if not NAME.fullmatch(value):
-        raise ValueError(
-            "expected up to 128 letters, digits, `.`, `_`, `-`, the first a letter or digit, "
-            f"found {shown(value)}"
-        )
-    return value
 
 
 def _block_size(value: int) -> int:
@@ -114,30 +100,19 @@ def _one_of(value: str, choices: Sequence[str]) -> str:
     return value
 
 
-def _trigger(value: str) -> str:
-    return _one_of(value, TRIGGERS)
-
-
-def _strategy(value: str) -> str:
-    return _one_of(value, STRATEGIES)
-
-
-def _timezone(value: str) -> str:
-    if not is_time_zone(value):
-        text = f"expected the name of a time zone like 'Europe/Berlin', found {shown(value)}"
-        raise ValueError(text)
-    return value
-
+#: A name that can be a ref, in words.
+_REF = "up to 128 letters, digits, `.`, `_`, `-`, the first a letter or digit"
 
 DtypeCode = Annotated[str, AfterValidator(_dtype_code)]
-Ref = Annotated[str, AfterValidator(_ref)]
-Text = Annotated[str, AfterValidator(_text)]
+Ref = Annotated[str, expecting(_REF, lambda value: NAME.fullmatch(value) is not None)]
+Text = Annotated[str, expecting("a text", lambda value: bool(value.strip()))]
+TimeZone = Annotated[str, expecting("the name of a time zone like 'Europe/Berlin'", is_time_zone)]
 
 
 class WeightsYaml(Keys):
     """The `weights:` of a selector: how they run over the steps of a run."""
 
-    schedule: Annotated[str, AfterValidator(lambda value: _one_of(value, SCHEDULES))]
+    schedule: Annotated[str, AfterValidator(partial(_one_of, choices=SCHEDULES))]
     decay: Annotated[float, Field(gt=0, lt=1)] | None = None
 
 
@@ -201,12 +176,12 @@ class RecipeYaml(Keys):
     budget: Any = None
     evaluate: Any = None
     gate: Any = None
-    strategy: Annotated[str, AfterValidator(_strategy)] | None = None
+    strategy: Annotated[str, AfterValidator(partial(_one_of, choices=STRATEGIES))] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     ref: Ref | None = None
     schedule: Annotated[str, AfterValidator(_schedule)] | None = None
-    trigger: Annotated[str, AfterValidator(_trigger)] | None = None
-    timezone: Annotated[str, AfterValidator(_timezone)] = "UTC"
+    trigger: Annotated[str, AfterValidator(partial(_one_of, choices=TRIGGERS))] | None = None
+    timezone: TimeZone = "UTC"
     block_size: Annotated[int, AfterValidator(_block_size)] | None = None
 
 
@@ -232,16 +207,17 @@ def _validated(value: Mapping[str, object], problems: Problems) -> RecipeYaml | 
         return RecipeYaml.model_validate(value)
     except ValidationError as invalid:
         errors = invalid.errors(include_url=False)
-    unknown = [e for e in errors if e["type"] == "extra_forbidden"]
     for error in errors:
         place = tuple(error["loc"])
-        if error["type"] != "missing" or not _is_misspelt(place, error["input"], problems):
-            is_unknown = error["type"] == "extra_forbidden"
-            (problems.ignore if is_unknown else problems.add)(place, _sentence(error))
-    if not problems.lenient or len(unknown) < len(errors):
+        if error["type"] == "extra_forbidden":
+            problems.ignore(place, _sentence(error))
+        elif error["type"] != "missing" or not _is_misspelt(place, error["input"], problems):
+            problems.add(place, _sentence(error))
+    if not problems.lenient or any(e["type"] != "extra_forbidden" for e in errors):
         return None
+    # pydantic's own `extra="ignore"` came after the releases that mergekit asks for.
     stripped = deepcopy(dict(value))
-    for error in unknown:
+    for error in errors:
         *path, key = error["loc"]
         at: Any = stripped
         for part in path:
@@ -321,7 +297,7 @@ def _check_weights(entry: Mapping[str, object], path: KeyPath, problems: Problem
 def known_strategy(name: str, where: str) -> str:
     """The name, if it is a strategy's; `where` names the option. Raises RecipeError."""
     try:
-        return _strategy(name)
+        return _one_of(name, STRATEGIES)
     except ValueError as error:
         problems = Problems({})
         problems.add(("strategy",), str(error))
@@ -330,11 +306,7 @@ def known_strategy(name: str, where: str) -> str:
 
 def ref_problem(name: str) -> str | None:
     """Why `name` cannot be a ref, or None if it can."""
-    try:
-        _ref(name)
-    except ValueError as error:
-        return str(error)
-    return None
+    return None if NAME.fullmatch(name) else f"expected {_REF}, found {shown(name)}"
 
 
 def _sentence(error: ErrorDetails) -> str:
