@@ -35,9 +35,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _COUNT = click.IntRange(min=1)
 _SIZE = re.compile(r"([0-9]+)\s*([kmgtb]?)(i?)b?", re.IGNORECASE)
-#: Options of a merge's engine, and of how a recipe is read, as `load_recipe` takes them.
+#: Options of a merge's engine.
 _ENGINE = ("threads", "window_elems", "memory_mib", "device")
-_READING = ("lenient", "copy_tokenizer", "truncate_embeddings")
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "b": 3, "t": 4}
 
 
@@ -46,12 +45,13 @@ def planning_options(function: Callable[..., None]) -> Callable[..., None]:
     for option in (
         click.option(
             "--copy-tokenizer/--no-copy-tokenizer",
+            "copies_tokenizer",
             default=True,
             help="Give the result a tokenizer (default).",
         ),
         click.option(
             "--unsafe-truncate-embeddings",
-            "truncate_embeddings",
+            "truncates",
             is_flag=True,
             help="Crop all vocabularies to the shortest, as if token numbers meant the same.",
         ),
@@ -98,8 +98,7 @@ def of_recipe(
         raise click.UsageError(
             "--strategy packs and --no-packs exclude each other: give one of them"
         )
-    reading = {option: planning.pop(option) for option in _READING}
-    parsed = load_recipe(recipe, home, **reading)
+    parsed = load_recipe(recipe, home, lenient=planning.pop("lenient"))
     return verb(home, parsed, relative_to=recipe_folder(recipe), **given, **planning)
 
 

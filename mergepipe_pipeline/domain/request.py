@@ -30,7 +30,8 @@ class Request:
     originals were read although there were packs. `packs` are the ids of those that there were, of
     all stages. `selected` says which models the recipe's selectors stood for. What is `left_out`,
     by the names of checkpoints, took no part. With `lenient` the recipe may hold what mergekit
-    ignores; of `copies_tokenizer` and `truncates` see `ParsedRecipe`. No id covers it.
+    ignores. The result has a tokenizer if the merge `copies_tokenizer`; `truncates` crops
+    vocabularies to the shortest, the base's included. No id covers it.
     """
 
     budget: str | None = None

@@ -29,7 +29,6 @@ from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.recipe.yaml_text import read_documents
 from mergepipe_pipeline.resolution.recipe_text import parse_plan
-from mergepipe_pipeline.resolution.resolve import Planning, planning_of
 from mergepipe_pipeline.warehouse import Warehouse
 
 
@@ -84,13 +83,15 @@ class Regression:
             checkpoint = previous.get(model.name) or _as_merged(warehouse, model)
             # By name as well as by text, so that none of them is registered as the newest.
             checkpoints |= {model.text: checkpoint, model.name: checkpoint}
-        planning: Planning = {
-            **planning_of(self.request),
-            "relative_to": self.folder,
-            "checkpoints": checkpoints,
-            "leave_out": [s.name for s in undone if s.previous is None],
-        }
-        return plan_in_stages(warehouse, self.parsed, progress=progress, **planning)
+        return plan_in_stages(
+            warehouse,
+            self.parsed,
+            progress=progress,
+            relative_to=self.folder,
+            checkpoints=checkpoints,
+            request=self.request,
+            left_out=tuple(sorted(s.name for s in undone if s.previous is None)),
+        )
 
 
 def regression_of(

@@ -332,8 +332,7 @@ class ParsedRecipe:
     `before` those stages. `dtype` and `out_dtype` are safetensors codes; `chat_template` is a
     template's text, `auto`, or the name of a known one. `schedule` is None where there is none. A
     `gate` has an `evaluator`. `selected` says which references each of its selectors stands for.
-    Read `lenient`ly, it may hold what mergekit ignores. The result has a tokenizer if it
-    `copies_tokenizer`; `truncates` crops vocabularies to the shortest, the base's included.
+    Read `lenient`ly, it may hold what mergekit ignores.
     """
 
     name: str
@@ -365,8 +364,6 @@ class ParsedRecipe:
     selected: tuple[Selected, ...] = ()
     warnings: tuple[str, ...] = ()
     lenient: bool = False
-    copies_tokenizer: bool = True
-    truncates: bool = False
 
     @property
     def method(self) -> str:

@@ -32,14 +32,11 @@ def load_recipe(
     choose: Choose | None = None,
     *,
     lenient: bool = False,
-    copy_tokenizer: bool = True,
-    truncate_embeddings: bool = False,
 ) -> ParsedRecipe:
     """Parse a recipe file. Raises RecipeError with all problems, also for a lost file or model.
 
     Its selectors are answered by `choose`, by default from the names of the warehouse as they are.
-    Read `lenient`ly, what mergekit ignores is warned about instead. `truncate_embeddings` crops
-    vocabularies to the shortest; without `copy_tokenizer` the result has none.
+    Read `lenient`ly, what mergekit ignores is warned about instead.
     """
     file = Path(path)
     text = yaml_file(file, "recipe")
@@ -47,11 +44,10 @@ def load_recipe(
     name, where = text_of(file.stem), text_of(path)
     read = partial(parse, text, name=name, where=where, choose=choose, lenient=lenient)
     try:
-        parsed = _settled(text, name, where, lenient) or read()
+        return _settled(text, name, where, lenient) or read()
     except (RecipeError, BudgetError):
         read(lost=partial(why_lost, warehouse, file.resolve().parent))
         raise
-    return as_asked(parsed, copies_tokenizer=copy_tokenizer, truncates=truncate_embeddings)
 
 
 class _AskedError(Exception):
@@ -91,21 +87,11 @@ def yaml_file(path: Path, kind: str) -> str:
     )
 
 
-def as_asked(parsed: ParsedRecipe, *, copies_tokenizer: bool, truncates: bool) -> ParsedRecipe:
-    """The recipe and its stages with what was asked for beside the text."""
-
-    def asked(stage: ParsedRecipe) -> ParsedRecipe:
-        return replace(stage, copies_tokenizer=copies_tokenizer, truncates=truncates)
-
-    return replace(asked(parsed), before=tuple(map(asked, parsed.before)))
-
-
 def parse_plan(plan: MergePlan) -> ParsedRecipe:
     """The recipe of a plan, its selectors answered as they were then."""
     choose, where = Recorded(plan.request.selected), f"plan {plan.plan_id[:16]}"
-    request, text = plan.request, plan.recipe_text
-    parsed = parse(text, name=plan.recipe_name, where=where, choose=choose, lenient=request.lenient)
-    return as_asked(parsed, copies_tokenizer=request.copies_tokenizer, truncates=request.truncates)
+    text, name, lenient = plan.recipe_text, plan.recipe_name, plan.request.lenient
+    return parse(text, name=name, where=where, choose=choose, lenient=lenient)
 
 
 def parse(

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.domain.blocks import BlockGrid
@@ -93,19 +93,20 @@ class ResolvedRecipe:
 class Planning(TypedDict, total=False):
     """The options of a recipe's planning, in place of the recipe's own or the default.
 
-    `relative_to` is the folder that relative paths start from; `budget` an amount as in recipes;
-    `block_elems` elements of a block; `checkpoints` (by name) are not opened anew.
-    `no_packs`: experts are read although they have packs. `leave_out`: checkpoints by name, whose
-    models take no part.
+    `relative_to` is the folder that relative paths start from; `checkpoints` (by name) are not
+    opened anew. The others are those of a `Request`, over those of the `request` that is repeated.
     """
 
     relative_to: Path | None
+    checkpoints: Mapping[str, Checkpoint] | None
+    request: Request
     budget: str | None
     strategy: str | None
     block_elems: int | None
-    checkpoints: Mapping[str, Checkpoint] | None
     no_packs: bool
-    leave_out: Collection[str]
+    left_out: tuple[str, ...]
+    copies_tokenizer: bool
+    truncates: bool
 
 
 def resolve(
@@ -160,7 +161,7 @@ def resolve_stage(
         for checkpoint in {c.root: c for m in models for c in m.checkpoints}.values():
             if checkpoint.tokenizer_files is None:  # of a stage that is yet to be merged
                 refuse_changed_files(warehouse, checkpoint)
-    fitted = _fit(parsed, recipe, models)
+    fitted = _fit(parsed, request, recipe, models)
     if request.no_packs:
         _refuse_away(models, pending)
     template = fitted.models[fitted.side.template]
@@ -194,17 +195,15 @@ def resolve_stage(
 
 
 def _request(parsed: ParsedRecipe, planning: Planning) -> Request:
-    """The request of a caller, with how the recipe was read."""
-    return Request(
-        planning.get("budget"),
-        planning.get("strategy"),
-        planning.get("block_elems"),
-        no_packs=planning.get("no_packs", False),
+    """The request of a caller, with how the recipe was read; its models are yet to be found."""
+    asked: dict[str, Any] = {k: v for k, v in planning.items() if k in Request.__slots__}
+    return replace(
+        planning.get("request", AS_WRITTEN),
+        **asked,
+        models=(),
+        packs=(),
         selected=parsed.all_selected,
-        left_out=tuple(sorted(planning.get("leave_out", ()))),
         lenient=parsed.lenient,
-        copies_tokenizer=parsed.copies_tokenizer,
-        truncates=parsed.truncates,
     )
 
 
@@ -218,7 +217,7 @@ class _Fit:
     warnings: tuple[str, ...]
 
 
-def _fit(parsed: ParsedRecipe, recipe: Recipe, models: Sequence[Model]) -> _Fit:
+def _fit(parsed: ParsedRecipe, request: Request, recipe: Recipe, models: Sequence[Model]) -> _Fit:
     """Give the models the rows of the output's vocabulary. Raises what does not fit together."""
     problems: list[MergePipeError] = []
     warnings: tuple[str, ...] = ()
@@ -227,15 +226,15 @@ def _fit(parsed: ParsedRecipe, recipe: Recipe, models: Sequence[Model]) -> _Fit:
         if tokenizer is not None:
             models = Reindexer(recipe, models, tokenizer).models()
             warnings += tokenizer.warnings
-        models, cropped = fit_rows(recipe, models, problems, truncate=parsed.truncates)
-        made, copies = tokenizer.files if tokenizer else None, parsed.copies_tokenizer
+        models, cropped = fit_rows(recipe, models, problems, truncate=request.truncates)
+        made, copies = tokenizer.files if tokenizer else None, request.copies_tokenizer
         side = side_of(recipe, models, made, copies_tokenizer=copies)
         side, told = with_ids(side, recipe, models, tokenizer)
         if not copies:
             kept = (file for file in side.files or () if file[0] == GENERATION)
             side = replace(side, files=tuple(kept))
         warnings += (*told, *beside_warnings(recipe, models, side))
-        warnings += without_tokenizer(side, models) if parsed.copies_tokenizer else ()
+        warnings += without_tokenizer(side, models) if copies else ()
         if not problems:
             _refuse_lost_head(recipe, models[side.template])
             _validate(recipe, models)
@@ -414,17 +413,6 @@ def requested(
                     text, c.name, c.root, c.checkpoint_id, content
                 )
     return replace(resolved.request, models=tuple(models_by_text.values()))
-
-
-def planning_of(request: Request) -> Planning:
-    """The options of the planning when a plan was made."""
-    return {
-        "budget": request.budget,
-        "strategy": request.strategy,
-        "block_elems": request.block_elems,
-        "no_packs": request.no_packs,
-        "leave_out": request.left_out,
-    }
 
 
 def _texts(ref: ModelRef, count: int) -> Iterator[str]:

@@ -22,7 +22,7 @@ from mergepipe_pipeline.planner.plan_builder import PlanBuilder
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import parse_plan
-from mergepipe_pipeline.resolution.resolve import Planning, planning_of, resolve_stage
+from mergepipe_pipeline.resolution.resolve import Planning, resolve_stage
 from mergepipe_pipeline.text import byte_unit, size
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -83,7 +83,7 @@ def curve_of_plan(warehouse: Warehouse, plan: MergePlan) -> RecipeCurve | None:
     sources = {s.name: s for s in plan.sources if not s.root.startswith(rows)}
     texts = sources | {m.text: m for m in plan.request.models}
     known = {text: _checkpoint(warehouse, source) for text, source in texts.items()}
-    resolved = resolve_stage(warehouse, parse_plan(plan), known, **planning_of(plan.request))
+    resolved = resolve_stage(warehouse, parse_plan(plan), known, request=plan.request)
     found = _curve(*gather(warehouse, resolved, unnamed=known), SHARES)
     own = found.curve.chosen
     if (own.strategy, own.nbytes) != (e.strategy, e.expert_bytes_planned):

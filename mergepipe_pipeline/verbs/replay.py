@@ -37,8 +37,8 @@ from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.recipe.selectors import Recorded
 from mergepipe_pipeline.resolution.open_models import packable
-from mergepipe_pipeline.resolution.recipe_text import as_asked, parse
-from mergepipe_pipeline.resolution.resolve import ResolvedRecipe, planning_of, resolve_stage
+from mergepipe_pipeline.resolution.recipe_text import parse
+from mergepipe_pipeline.resolution.resolve import ResolvedRecipe, resolve_stage
 from mergepipe_pipeline.storage.forms import record_of
 from mergepipe_pipeline.verbs.pack import repack
 from mergepipe_pipeline.warehouse import Warehouse
@@ -84,9 +84,6 @@ def replay(
         where=snapshot.path,
         choose=Recorded(request.selected),
         lenient=request.lenient,
-    )
-    parsed = as_asked(
-        parsed, copies_tokenizer=request.copies_tokenizer, truncates=request.truncates
     )
     shards = snapshot.manifest.shards
     with scratch(warehouse, keep, sum(s.nbytes for s in shards)) as anew:
@@ -140,7 +137,7 @@ def _plan(
 
     def resolve_next(stage: ParsedRecipe, stages: StageResults) -> ResolvedRecipe:
         known = {**inputs, **stages.checkpoints}
-        resolved = resolve_stage(anew, stage, known, **planning_of(request))
+        resolved = resolve_stage(anew, stage, known, request=request)
         _repack(anew, resolved, request.packs, progress)
         return resolved
 

@@ -13,7 +13,6 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from mergepipe_pipeline.cli.main import main
-from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.snapshots.commit import verify_snapshot
 from mergepipe_pipeline.snapshots.find import read_manifest
 from mergepipe_pipeline.snapshots.model_folder import RECIPE_FILE
@@ -51,8 +50,7 @@ def test_truncated_vocabularies_are_the_shortest_as_in_mergekit_and_so_says_the_
     text = recipe(method, base, [base, expert])
     (tmp_path / "r.yml").write_text(text)
     theirs = by_mergekit(text, tmp_path / "theirs", unsafe_truncate_embeddings=True)
-    parsed = load_recipe(tmp_path / "r.yml", home, truncate_embeddings=True)
-    outcome = merge(home, parsed).outcome
+    outcome = merge(home, tmp_path / "r.yml", truncates=True).outcome
     ours = read_model(Path(outcome.snapshot.path))
     assert ours[EMBEDDING].shape[0] == ROWS - 30
     assert any("rows are used" in w for w in outcome.plan.warnings)
@@ -71,8 +69,7 @@ def test_a_result_has_no_tokenizer_where_nobody_wants_one(home: Warehouse, tmp_p
     (base / "tokenizer.json").write_text("{}")
     found = []
     for wanted in (True, False):
-        parsed = load_recipe(tmp_path / "r.yml", home, copy_tokenizer=wanted)
-        snapshot = merge(home, parsed).outcome.snapshot
+        snapshot = merge(home, tmp_path / "r.yml", copies_tokenizer=wanted).outcome.snapshot
         assert (Path(snapshot.path) / "tokenizer.json").exists() is wanted
         assert (Path(snapshot.path) / "config.json").exists()
         found.append(snapshot.snapshot_id)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,4 +71,4 @@ def test_a_tokenizer_that_is_not_copied_may_end_early(
 ) -> None:
     (models / "base" / "tokenizer.json").write_text("{")
     parsed = parse(recipe_text().replace(str(family), str(models)), name="r", where="r.yml")
-    assert merge(home, replace(parsed, copies_tokenizer=False)).outcome.snapshot
+    assert merge(home, parsed, copies_tokenizer=False).outcome.snapshot

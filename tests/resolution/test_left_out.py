@@ -18,7 +18,7 @@ Text = Callable[..., str]
 
 
 def _plan(home: Warehouse, text: str, *left_out: str) -> MergePlan:
-    return make_plan(home, parse(text, name="r", where="r.yml"), leave_out=left_out)
+    return make_plan(home, parse(text, name="r", where="r.yml"), left_out=left_out)
 
 
 @pytest.mark.parametrize("method", ["ties", "task_arithmetic", "linear"])
