@@ -255,6 +255,20 @@ class DefectError(MergePipeError):
     exit_code = 70
 
 
+def not_installed(
+    what: str,
+    extra: str,
+    found: object,
+    or_else: str = "",
+    kind: type[MergePipeError] = MergePipeError,
+    where: str | None = None,
+) -> MergePipeError:
+    """What is wrong where an extra of ours is not installed; `or_else` says what helps without."""
+    install = f"pip install 'mergepipe-pipeline[{extra}]' (in a clone: '.[{extra}]'){or_else}"
+    expected = f"the extra `{extra}`"
+    return kind(what, where=where, expected=expected, found=str(found), next_step=install)
+
+
 def causes(error: BaseException, *, besides: bool = False) -> Iterator[BaseException]:
     """An exception and what caused it, each once; `besides`: also what it was raised beside."""
     seen: list[BaseException] = []

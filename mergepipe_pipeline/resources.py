@@ -15,7 +15,7 @@ from pydantic import Field
 
 from mergepipe_pipeline.deploy.instance import identity_of
 from mergepipe_pipeline.engine.options import EngineOptions
-from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.errors import not_installed
 from mergepipe_pipeline.execution.plan_leases import lease_run, run_lives
 from mergepipe_pipeline.settings import (
     BUDGET,
@@ -172,13 +172,8 @@ def _definition(name: str) -> dg.ExecutorDefinition:
     try:
         definition: dg.ExecutorDefinition = getattr(import_module(module), attribute)
     except ImportError as error:
-        raise MergePipeError(
-            "An executor is not installed",
-            where=EXECUTOR.variable,
-            expected=f"what {name} needs",
-            found=str(error),
-            next_step=f"install the extra `{name}`, or choose another executor",
-        ) from error
+        what, or_else = "An executor is not installed", ", or choose another executor"
+        raise not_installed(what, name, error, or_else, where=EXECUTOR.variable) from error
     return definition
 
 

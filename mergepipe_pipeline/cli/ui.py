@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from mergepipe_pipeline.cli.common import Console, table, verb
-from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.errors import MergePipeError, not_installed
 
 
 @click.command()
@@ -40,11 +40,7 @@ def ui(console: Console, host: str, port: int) -> None:
     from mergepipe_pipeline.warehouse import ENVIRONMENT
 
     if find_spec("dagster_webserver") is None:
-        raise MergePipeError(
-            "Dagster's UI is not installed",
-            found="no module dagster_webserver",
-            next_step="pip install 'mergepipe-pipeline[ui]' (in a clone: '.[ui]')",
-        )
+        raise not_installed("Dagster's UI is not installed", "ui", "no module dagster_webserver")
     _refuse_unusable(host, port)
     if not _is_loopback(host, port):
         said = (
@@ -112,11 +108,8 @@ def demo(console: Console) -> None:
     try:
         from mergepipe_pipeline.demo.demo_run import run_demo
     except ModuleNotFoundError as error:
-        raise MergePipeError(
-            "The demo needs a package that is not installed",
-            found=f"no module {error.name}",
-            next_step="pip install 'mergepipe-pipeline[demo]' (in a clone: '.[demo]')",
-        ) from error
+        what = "The demo needs a package that is not installed"
+        raise not_installed(what, "demo", f"no module {error.name}") from error
 
     result = run_demo(warehouse.ensure(), lambda line: click.echo(line, err=chosen.as_json))
     skills = list(result.rows[0].accuracy)

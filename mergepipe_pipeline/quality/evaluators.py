@@ -23,7 +23,7 @@ from typing import Any
 
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.domain.evaluation import Evaluator
-from mergepipe_pipeline.errors import EvaluationError, MergePipeError
+from mergepipe_pipeline.errors import EvaluationError, MergePipeError, not_installed
 from mergepipe_pipeline.storage.hashing import file_sha256
 
 #: What the harness reads of a folder of tasks.
@@ -96,13 +96,9 @@ def _tasks(evaluator: Evaluator, place: Path) -> Path:
 def _require(package: str, evaluator: Evaluator) -> None:
     """Raise EvaluationError where a package that an evaluator is made of is not installed."""
     if find_spec(package) is None:
-        raise EvaluationError(
-            f"A built-in evaluator needs the package {package}",
-            where=evaluator.label,
-            expected=f"the extra {_EXTRAS[package]}",
-            found="no such package",
-            next_step=f"pip install 'mergepipe-pipeline[{_EXTRAS[package]}]'",
-        )
+        what, found = f"A built-in evaluator needs the package {package}", "no such package"
+        extra, where = _EXTRAS[package], evaluator.label
+        raise not_installed(what, extra, found, kind=EvaluationError, where=where)
 
 
 def environment_of(evaluator: Evaluator, snapshot: Path) -> dict[str, str]:

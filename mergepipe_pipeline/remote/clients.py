@@ -18,7 +18,7 @@ from http.cookiejar import CookieJar, DefaultCookiePolicy
 from importlib import import_module
 from typing import Any
 
-from mergepipe_pipeline.errors import RemoteError
+from mergepipe_pipeline.errors import RemoteError, not_installed
 from mergepipe_pipeline.remote.address import Address
 from mergepipe_pipeline.remote.listing import first_line
 from mergepipe_pipeline.remote.redirects import guarded
@@ -36,14 +36,9 @@ def need(module: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        raise RemoteError(
-            "Addresses need packages that are not installed",
-            where=module,
-            expected="the extra `remote`",
-            found=str(error),
-            next_step="pip install 'mergepipe-pipeline[remote]', or download the model and give "
-            "its folder",
-        ) from error
+        what = "Addresses need packages that are not installed"
+        or_else = ", or download the model and give its folder"
+        raise not_installed(what, "remote", error, or_else, RemoteError, module) from error
 
 
 @lru_cache(maxsize=64)

@@ -30,7 +30,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from mergepipe_pipeline.arrays import F64Array, I64Array
-from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.errors import not_installed
 from mergepipe_pipeline.search.pareto import REFERENCE, Trials, design, fresh, front, gaps, rounded
 
 if TYPE_CHECKING:
@@ -61,11 +61,8 @@ Candidates = Callable[[F64Array, int], F64Array]
 def refuse_without_botorch() -> None:
     """Raise MergePipeError where the package that models trials is not installed."""
     if find_spec("botorch") is None:
-        raise MergePipeError(
-            "A search needs a package that is not installed",
-            found="no module botorch",
-            next_step="pip install 'mergepipe-pipeline[search]' (in a clone: '.[search]')",
-        )
+        what = "A search needs a package that is not installed"
+        raise not_installed(what, "search", "no module botorch")
 
 
 @dataclass(frozen=True, slots=True)

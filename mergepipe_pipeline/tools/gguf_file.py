@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mergepipe_pipeline.arrays import F32Array, U8Array
-from mergepipe_pipeline.errors import CheckpointError, MergePipeError
+from mergepipe_pipeline.errors import CheckpointError, not_installed
 from mergepipe_pipeline.storage.regular import text_of
 from mergepipe_pipeline.storage.source import CheckpointSource, open_source
 
@@ -95,13 +95,8 @@ def libraries() -> Libraries:
         import transformers
         from transformers.integrations.gguf import gguf_tokenizer_mapping
     except ImportError as error:
-        raise MergePipeError(
-            "GGUF files need libraries that know them",
-            where="the Python that runs this",
-            expected="gguf and transformers",
-            found=str(error),
-            next_step="`pip install mergepipe-pipeline[gguf]`",
-        ) from error
+        what = "GGUF files need libraries that know them"
+        raise not_installed(what, "gguf", error) from error
     return Libraries(gguf, transformers, tokenizers, gguf_tokenizer_mapping)
 
 

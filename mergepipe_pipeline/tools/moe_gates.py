@@ -20,7 +20,7 @@ from pydantic import Field
 
 from mergepipe_pipeline.arrays import F32Array
 from mergepipe_pipeline.domain.layers import is_embedding
-from mergepipe_pipeline.errors import CheckpointError, MergePipeError
+from mergepipe_pipeline.errors import CheckpointError, MergePipeError, not_installed
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.keys import Keys
 from mergepipe_pipeline.recipe.problems import Problems, recipe_error
@@ -205,13 +205,9 @@ def _transformers(base: Input) -> tuple[Any, Any]:
         import torch
         import transformers
     except ImportError as error:
-        raise MergePipeError(
-            "Prompts need the library that runs models",
-            where=base.checkpoint.root,
-            expected="transformers",
-            found=str(error),
-            next_step="`pip install mergepipe-pipeline[demo]`, or `gate_mode: random`",
-        ) from error
+        what, or_else = "Prompts need the library that runs models", ", or `gate_mode: random`"
+        where = base.checkpoint.root
+        raise not_installed(what, "demo", error, or_else, where=where) from error
     log: Any = transformers.logging
     log.set_verbosity_error()
     log.disable_progress_bar()

@@ -119,7 +119,8 @@ def test_without_the_harness_check_refuses_and_says_what_to_install(
     parsed = load_recipe(recipe(""), home)
     with pytest.raises(EvaluationError, match="needs the package lm_eval") as caught:
         check(home, parsed, relative_to=folder)
-    assert caught.value.next_step == "pip install 'mergepipe-pipeline[lm-eval]'"
+    install = "pip install 'mergepipe-pipeline[lm-eval]'"
+    assert str(caught.value.next_step).startswith(install)
 
 
 def test_numbers_of_tasks_are_metrics_by_name_and_texts_are_none() -> None:
