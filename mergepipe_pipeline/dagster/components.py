@@ -3,10 +3,11 @@
 Each component hands its attributes to one `build_*_defs`. Paths start from the YAML's folder.
 """
 
+import inspect
 import json
 from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -173,13 +174,13 @@ class _OfWarehouse(dg.Component, dg.Resolvable, ABC):
         """The spec of an asset, as `translation` says; for subclasses to say otherwise."""
         return props.spec if self.translation is None else self.translation(props.spec, props)
 
-    def _place(self) -> dict[str, Any]:
-        return {
-            "home": self.home,
-            "key_prefix": self.key_prefix,
-            "group_name": self.group_name,
-            "translator": _Translator(self),
-        }
+    def _defs(self, build: Callable[..., dg.Definitions], **more: Any) -> dg.Definitions:
+        """What a function of the door makes of the attributes that it takes, and of `more`."""
+        takes = set(inspect.signature(build).parameters)
+        if "running" in takes:
+            takes = takes - {"running"} | set(RunOptions.__annotations__)
+        own = {name: getattr(self, name) for f in fields(self) if (name := f.name) in takes}
+        return build(**{**own, "translator": _Translator(self), **more})
 
 
 @dg.scaffold_with(_written_as(lambda name: {}))
@@ -200,7 +201,7 @@ class InboxComponent(_OfWarehouse):
 
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
         """The definitions of `build_inbox_defs`."""
-        return build_inbox_defs(**self._place())
+        return self._defs(build_inbox_defs)
 
 
 @dg.scaffold_with(_written_as(lambda name: {}))
@@ -228,7 +229,7 @@ class HousekeepingComponent(_OfWarehouse):
 
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
         """The definitions of `build_housekeeping`."""
-        return build_housekeeping(only_own=self.only_own, reload=self.reload, **self._place())
+        return self._defs(build_housekeeping)
 
 
 @dataclass(kw_only=True)
@@ -262,15 +263,6 @@ class _OfRecipes(_OfWarehouse, ABC):
             examples=[{"image": "ours/merge:1", "namespace": "merging"}],
         ),
     ] = field(default_factory=dict)
-
-    def _running(self) -> RunOptions:
-        return {
-            "executor": self.executor,
-            "pool": self.pool,
-            "op_tags": self.op_tags,
-            "pipes": self.pipes,
-            "pipes_args": self.pipes_args,
-        }
 
 
 _RECIPE = {
@@ -314,18 +306,7 @@ class MergeRecipeComponent(_OfRecipes):
 
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
         """The definitions of `build_recipe_defs`."""
-        return self._built(self.recipes, _where(context))
-
-    def _built(self, recipes: Source, where: Mapping[str, Any]) -> dg.Definitions:
-        return build_recipe_defs(
-            recipes,
-            experts=self.experts,
-            shards=self.shards,
-            automation=self.automation,
-            **where,
-            **self._place(),
-            **self._running(),
-        )
+        return self._defs(build_recipe_defs, **_where(context))
 
 
 class _Kept(dg.Scaffolder):
@@ -388,7 +369,8 @@ class KeptRecipesComponent(dg.StateBackedComponent, MergeRecipeComponent):
         folder = Path(str(self.recipes))
         start = folder if folder.suffix not in {".yml", ".yaml"} else folder.parent
         texts = json.loads(state_path.read_text())
-        return self._built(texts, {**_where(context), "relative_to": start})
+        more = {**_where(context), "recipes": texts, "relative_to": start}
+        return self._defs(build_recipe_defs, **more)
 
 
 @dg.scaffold_with(
@@ -445,21 +427,7 @@ class WindowComponent(_OfRecipes):
 
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
         """The definitions of `build_window_defs`."""
-        return build_window_defs(
-            self.run,
-            name=self.name,
-            last=self.last,
-            every=self.every,
-            schedule=self.schedule,
-            decay=self.decay,
-            recipe=self.recipe,
-            training=self.training,
-            shards=self.shards,
-            automation=self.automation,
-            relative_to=context.path,
-            **self._place(),
-            **self._running(),
-        )
+        return self._defs(build_window_defs, relative_to=context.path)
 
 
 _SEARCH = {
@@ -496,5 +464,4 @@ class SearchComponent(_OfWarehouse):
 
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
         """The definitions of `build_search_defs`."""
-        place = {**self._place(), **_where(context)}
-        return build_search_defs(self.searches, experts=self.experts, **place)
+        return self._defs(build_search_defs, **_where(context))
