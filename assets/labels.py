@@ -1,9 +1,7 @@
 """The common parts of assets of recipes and searches: how they are made, and their labels."""
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any, TypedDict
 
 import dagster as dg
@@ -69,7 +67,7 @@ def asset_of(
             partitions_def=partitions,
             **labels(file, *kinds, place=place),
         )
-        return asset(place.bound(as_failure(work)))
+        return asset(place.bound(failing()(work)))
 
     return decorate
 
@@ -96,30 +94,13 @@ class _Interrupted(dg.DagsterExecutionInterruptedError, dg.DagsterError):
     """
 
 
-def as_failure(work: Callable[..., Any]) -> Callable[..., Any]:
-    """Work whose errors become failures that lead with the error's own text.
-
-    The run does not try them again: sensors do, with back-off, unless they would fail again.
-    """
-    if inspect.isgeneratorfunction(work):
-
-        @wraps(work)
-        def several(*args: Any, **kwargs: Any) -> Iterator[Any]:
-            with _failing():
-                yield from work(*args, **kwargs)
-
-        return several
-
-    @wraps(work)
-    def once(*args: Any, **kwargs: Any) -> Any:
-        with _failing():
-            return work(*args, **kwargs)
-
-    return once
-
-
 @contextmanager
-def _failing() -> Iterator[None]:
+def failing() -> Iterator[None]:
+    """Have errors become failures that lead with the error's own text; also a decorator.
+
+    The run does not try them again: sensors do, with back-off, unless they would fail again. A
+    generator has this inside: decorated, it would have begun nothing when this ends.
+    """
     try:
         yield
     except (KeyboardInterrupt, dg.DagsterExecutionInterruptedError) as interrupt:

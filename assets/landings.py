@@ -6,7 +6,7 @@ from typing import NamedTuple
 import dagster as dg
 
 from mergepipe_pipeline.assets.experts import EXPERTS_TAG
-from mergepipe_pipeline.assets.labels import as_failure
+from mergepipe_pipeline.assets.labels import failing
 from mergepipe_pipeline.assets.place import Maker, Place
 from mergepipe_pipeline.assets.running import WRITE_POOL
 from mergepipe_pipeline.resources import MergePipe
@@ -47,7 +47,7 @@ def build_landing_job(
 
     @dg.op(name=f"{name}__land", pool=WRITE_POOL)
     @place.bound
-    @as_failure
+    @failing()
     def land(context: dg.OpExecutionContext, mergepipe: MergePipe) -> None:
         """Copies each checkpoint into the inbox, which gets it whole, once for each event."""
         said = context.run.tags.get(EXPERTS_TAG)

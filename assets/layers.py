@@ -22,7 +22,7 @@ from typing import Any
 import dagster as dg
 from pydantic import Field
 
-from mergepipe_pipeline.assets.labels import as_failure, labels
+from mergepipe_pipeline.assets.labels import failing, labels
 from mergepipe_pipeline.assets.metadata import (
     layer_metadata,
     shard_metadata,
@@ -127,7 +127,7 @@ def _shard(file: RecipeFile, shards: int, place: Place) -> dg.OpDefinition:
         tags=place.running.op_tags,
     )
     @place.bound
-    @as_failure
+    @failing()
     def shard(
         context: dg.OpExecutionContext, config: OneShard, mergepipe: MergePipe, engine: Engine
     ) -> dg.Output[None]:
@@ -161,7 +161,7 @@ def _gather(file: RecipeFile, place: Place) -> dg.OpDefinition:
         tags=place.running.op_tags,
     )
     @place.bound
-    @as_failure
+    @failing()
     def gather(
         context: dg.OpExecutionContext, config: Layers, mergepipe: MergePipe, engine: Engine
     ) -> dg.Output[None]:

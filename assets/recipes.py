@@ -18,7 +18,7 @@ import dagster as dg
 from dagster._utils.schedules import cron_string_iterator
 
 from mergepipe_pipeline.assets.experts import experts_used
-from mergepipe_pipeline.assets.labels import as_failure, asset_of, labels, problem_asset
+from mergepipe_pipeline.assets.labels import asset_of, failing, labels, problem_asset
 from mergepipe_pipeline.assets.layers import build_merge
 from mergepipe_pipeline.assets.metadata import (
     budget_metadata,
@@ -162,7 +162,7 @@ def _plan(file: RecipeFile, place: Place) -> dg.AssetsDefinition:
 def _within_budget(file: RecipeFile, place: Place) -> dg.AssetChecksDefinition:
     @dg.asset_check(asset=place.key(file.name, "plan"), blocking=True, name="within_budget")
     @place.bound
-    @as_failure
+    @failing()
     def within_budget(mergepipe: MergePipe) -> dg.AssetCheckResult:
         """The plan reads no more of the experts than the budget allows; else nothing is merged."""
         plan = current_plan(mergepipe.warehouse, file.name)
@@ -223,13 +223,13 @@ def _audit(file: RecipeFile, place: Place) -> dg.AssetChecksDefinition:
         name=place.name(f"{file.identifier}__audit"), specs=specs, can_subset=True
     )
     @place.bound
-    @as_failure
     def audit(
         context: dg.AssetCheckExecutionContext, mergepipe: MergePipe
     ) -> Iterator[dg.AssetCheckResult]:
         """Reads every byte of the snapshot once."""
         selected = {key.name for key in context.selected_asset_check_keys}
-        yield from (r for r in _audited(mergepipe, file) if r.check_name in selected)
+        with failing():
+            yield from (r for r in _audited(mergepipe, file) if r.check_name in selected)
 
     return audit
 
@@ -295,7 +295,7 @@ def _evaluation(file: RecipeFile, place: Place) -> dg.AssetsDefinition:
 def _gate(file: RecipeFile, place: Place) -> dg.AssetChecksDefinition:
     @dg.asset_check(asset=place.key(file.name, "evaluation"), blocking=True, name="gate")
     @place.bound
-    @as_failure
+    @failing()
     def gate(mergepipe: MergePipe) -> dg.AssetCheckResult:
         """The metrics are what the recipe's `gate:` asks for; else the ref stays as it is."""
         verdict = judge_recipe(mergepipe.warehouse, _now(file, mergepipe, place)).verdict

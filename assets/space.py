@@ -5,7 +5,7 @@ from typing import Any
 
 import dagster as dg
 
-from mergepipe_pipeline.assets.labels import as_failure, owners
+from mergepipe_pipeline.assets.labels import failing, owners
 from mergepipe_pipeline.assets.metadata import description, gib, table
 from mergepipe_pipeline.assets.place import ALONE, Place
 from mergepipe_pipeline.resources import MergePipe
@@ -30,7 +30,7 @@ def build_free_space(place: Place = ALONE) -> dg.AssetsDefinition:
         owners=owners(),
     )
     @place.bound
-    @as_failure
+    @failing()
     def free_space(
         context: dg.AssetExecutionContext, mergepipe: MergePipe
     ) -> dg.MaterializeResult[None]:
