@@ -5,10 +5,11 @@ environment when this module is loaded, so that a wrong one stops definitions fr
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 from pydantic import Field
@@ -32,6 +33,12 @@ from mergepipe_pipeline.settings import (
     Setting,
 )
 from mergepipe_pipeline.warehouse import Warehouse
+
+if TYPE_CHECKING:  # definitions load in each process of Dagster: a verb is loaded when it is called
+    from mergepipe_pipeline.catalog.catalog import Registration
+    from mergepipe_pipeline.domain.evaluation import Evaluation
+    from mergepipe_pipeline.verbs.land import Landing
+    from mergepipe_pipeline.verbs.merge import Merged
 
 #: The tag by which a run of ours is known: the identity of its warehouse.
 WAREHOUSE_TAG = "mergepipe/warehouse"
@@ -58,9 +65,14 @@ def _variable(setting: Setting[Any]) -> Any:
 
 
 class MergePipe(dg.ConfigurableResource):  # type: ignore[type-arg]
-    """The warehouse at `home`, how patient its sensors are, and whether experts are packed."""
+    """The warehouse at `home`, and what one's own assets do with it.
+
+    While a run has it, a lease says that the run's process lives, and the run carries the tag of
+    the warehouse.
+    """
 
     home: str
+    # How patient its sensors are, and whether experts are packed.
     inbox_quiet_s: float = INBOX_QUIET.value()
     inbox_retry_s: float = INBOX_RETRY.value()
     retry_s: float = RETRY.value()
@@ -98,6 +110,44 @@ class MergePipe(dg.ConfigurableResource):  # type: ignore[type-arg]
         warehouse = Warehouse.at(self.home)
         is_read_only = warehouse.is_there and not os.access(warehouse.root, os.W_OK)
         return warehouse if is_read_only else warehouse.ensure()
+
+    def land(
+        self,
+        path: str | Path,
+        name: str | None = None,
+        *,
+        link: bool = False,
+        tags: Collection[str] = (),
+    ) -> "Landing":
+        """Put a checkpoint into the inbox whole, by one rename. See `mergepipe land`."""
+        from mergepipe_pipeline.verbs.land import land
+
+        return land(self.warehouse, str(path), name, link=link, tags=tags)
+
+    def register(
+        self, path: str | Path, name: str | None = None, base: str | None = None
+    ) -> "Registration":
+        """Make a checkpoint known where it lies. See `mergepipe register`."""
+        from mergepipe_pipeline.verbs.register import register
+
+        return register(self.warehouse, path, name, base)
+
+    def merge(self, recipe: str | Path, *, publish: bool = False, **options: Any) -> "Merged":
+        """Merge a recipe file through its gate, and `publish` it. See `mergepipe merge`.
+
+        `options` are those of `mergepipe_pipeline.verbs.merge.merge`, as `out`, `budget`, `fresh`.
+        """
+        from mergepipe_pipeline.verbs.merge import merge
+
+        path = Path(recipe)
+        options = {"relative_to": path.resolve().parent, **options}
+        return merge(self.warehouse, path, publish_ref=publish, **options)
+
+    def evaluate(self, snapshot: str, recipe: str | Path, *, fresh: bool = False) -> "Evaluation":
+        """Measure a snapshot, or what a ref names, as the recipe's `evaluate:` says."""
+        from mergepipe_pipeline.verbs.gate import measure
+
+        return measure(self.warehouse, snapshot, Path(recipe), fresh=fresh)
 
 
 class Engine(dg.ConfigurableResource):  # type: ignore[type-arg]

@@ -19,7 +19,7 @@ from mergepipe_pipeline.dagster.door import (
     build_search_defs,
     build_window_defs,
 )
-from mergepipe_pipeline.dagster.resource import MergePipeResource
+from mergepipe_pipeline.resources import MergePipe as MergePipeResource
 
 __all__ = [
     "HousekeepingComponent",

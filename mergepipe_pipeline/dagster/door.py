@@ -24,7 +24,6 @@ from mergepipe_pipeline.dagster.parts import (
     of_searches,
     resources,
 )
-from mergepipe_pipeline.dagster.resource import MergePipeResource
 from mergepipe_pipeline.deploy.copies import Source, are_changed, is_several, written
 from mergepipe_pipeline.deploy.instance import identity_of
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, identifier_of, recipe_files
@@ -32,7 +31,7 @@ from mergepipe_pipeline.domain.selector import Selected, Selector
 from mergepipe_pipeline.domain.training_run import member_name
 from mergepipe_pipeline.errors import MergePipeError, RecipeError
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
-from mergepipe_pipeline.resources import Engine
+from mergepipe_pipeline.resources import Engine, MergePipe
 from mergepipe_pipeline.sensors.reload import build_reload_sensor, spreading
 from mergepipe_pipeline.settings import SHARDS
 from mergepipe_pipeline.storage.atomic import link_path
@@ -317,6 +316,6 @@ def _with_resources(home: Warehouse, place: Place, *made: dg.Definitions) -> dg.
 
 
 @cache
-def _of_home(root: str) -> tuple[MergePipeResource, Engine]:
+def _of_home(root: str) -> tuple[MergePipe, Engine]:
     # Dagster merges definitions with a resource of one name where it is one object.
-    return MergePipeResource(home=root), Engine()
+    return MergePipe(home=root), Engine()
