@@ -38,6 +38,7 @@ from mergepipe_pipeline.snapshots.model_folder import (
     MEASURED,
     RECIPE_FILE,
     exported_card,
+    grouped,
     has_own_card,
     index_json,
     shard_name,
@@ -123,12 +124,13 @@ def check_folder(out: Path) -> str | None:
 
 def refuse_full(out: Path) -> None:
     """Raise MergePipeError for a folder that holds anything, also an earlier export."""
-    if check_folder(out) is not None:
+    existing = check_folder(out)
+    if existing is not None:
         raise MergePipeError(
-            "The output folder holds a snapshot already",
+            "The output folder holds a result already",
             where=str(out),
-            expected="no such folder, or an empty one, for shards of another size",
-            found="an earlier export",
+            expected="no such folder, or an empty one",
+            found=f"snapshot {existing}",
             next_step="choose another --out, or remove the folder",
         )
 
@@ -171,7 +173,7 @@ def repack(snapshot: Snapshot, folder: Path, shard_nbytes: int | None) -> Manife
     checkpoint = open_checkpoint(snapshot.path, snapshot.snapshot_id[:12], probes=False)
     for shard in snapshot.manifest.shards:
         _refuse_damaged(Path(snapshot.path) / shard.file, shard.sha256)
-    groups = list(_groups(checkpoint.tensors, shard_nbytes))
+    groups = grouped(checkpoint.tensors, lambda tensor: tensor.nbytes, shard_nbytes)
     shards = []
     with open_reader(checkpoint) as reader:
         for number, group in enumerate(groups, 1):
@@ -191,19 +193,6 @@ def repack(snapshot: Snapshot, folder: Path, shard_nbytes: int | None) -> Manife
         tuple(shards),
         tuple(sorted(sides, key=lambda s: s.file)),
     )
-
-
-def _groups(tensors: Sequence[TensorEntry], most: int | None) -> Iterator[list[TensorEntry]]:
-    """Tensors that follow each other, as many as fit."""
-    group: list[TensorEntry] = []
-    nbytes = 0
-    for tensor in tensors:
-        if group and most is not None and nbytes + tensor.nbytes > most:
-            yield group
-            group, nbytes = [], 0
-        group.append(tensor)
-        nbytes += tensor.nbytes
-    yield group
 
 
 def _write(

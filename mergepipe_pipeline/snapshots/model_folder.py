@@ -6,8 +6,8 @@ Deterministic: no time, no host, no path, since the manifest covers them.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import yaml
 
@@ -17,6 +17,8 @@ from mergepipe_pipeline.dtypes import TORCH_NAME
 from mergepipe_pipeline.errors import CheckpointChangedError
 from mergepipe_pipeline.storage.json_text import json_bytes, load_object
 from mergepipe_pipeline.text import markdown
+
+T = TypeVar("T")
 
 #: The recipe of an exported snapshot, beside its files.
 RECIPE_FILE = "mergepipe_recipe.yml"
@@ -29,6 +31,18 @@ STATED = "card"
 def shard_name(number: int, count: int) -> str:
     """The file name of shard `number` of `count`, both from 1."""
     return f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def grouped(items: Iterable[T], nbytes_of: Callable[[T], int], most: int | None) -> list[list[T]]:
+    """The items of each shard: that follow each other, as many as fit into `most` bytes."""
+    groups, nbytes = [list[T]()], 0
+    for item in items:
+        if groups[-1] and most is not None and nbytes + nbytes_of(item) > most:
+            groups.append([])
+            nbytes = 0
+        groups[-1].append(item)
+        nbytes += nbytes_of(item)
+    return groups
 
 
 def index_json(shards: Sequence[ShardEntry], total_nbytes: int) -> bytes:

@@ -49,14 +49,19 @@ _ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class RankChoice:
-    """How good an approximation is to be: a rank, or a share of the squared norm; never above
-    `max_rank`.
+class Extraction:
+    """The request: how good an approximation is to be, by a rank, or as a share of the squared
+    norm, never above `max_rank`; of which modules (regular expressions; none: all that changed),
+    which modules whole, in which type, with which seed.
     """
 
     rank: int | None
     energy: float | None
     max_rank: int | None
+    modules: tuple[str, ...] = ()
+    save: tuple[str, ...] = ()
+    dtype: str = "F32"
+    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +72,18 @@ class Factors:
     a: F32Array
 
 
-def factorize(matrix: F32Array, choice: RankChoice, seed: int, name: str) -> Factors:
+def factorize(matrix: F32Array, asked: Extraction, name: str) -> Factors:
     """Factors of a matrix [m, n] that is not zero, by singular value decomposition."""
-    most = min(matrix.shape if choice.max_rank is None else (*matrix.shape, choice.max_rank))
-    if choice.energy is None:
-        rank = min(most, choice.rank or most)
-        u, s, vt = _decomposed(matrix, rank, seed, name)
+    most = min(matrix.shape if asked.max_rank is None else (*matrix.shape, asked.max_rank))
+    if asked.energy is None:
+        rank = min(most, asked.rank or most)
+        u, s, vt = _decomposed(matrix, rank, asked.seed, name)
     else:
         total, tried = squared_norm(matrix), _FIRST_RANK
         while True:
-            u, s, vt = _decomposed(matrix, min(tried, most), seed, name)
+            u, s, vt = _decomposed(matrix, min(tried, most), asked.seed, name)
             caught = np.cumsum(s.astype(np.float64) ** 2)
-            enough = np.flatnonzero(caught >= choice.energy * total)
+            enough = np.flatnonzero(caught >= asked.energy * total)
             if enough.size or tried >= most:
                 break
             tried *= 2
@@ -125,19 +130,6 @@ _HEAD = f"{PREFIX}lm_head.weight"
 _CONV1D = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
 #: Matrices in layers that no linear layer holds: routers of experts, which PEFT cannot adapt.
 _NO_LINEAR = re.compile(r"(?:\.gate|\.router|\.shared_expert_gate|embeddings?|embed)\.weight$")
-
-
-@dataclass(frozen=True, slots=True)
-class Extraction:
-    """The request: how good, of which modules (regular expressions; none: all that changed),
-    which modules whole, in which type, with which seed.
-    """
-
-    rank_choice: RankChoice
-    modules: tuple[str, ...] = ()
-    save: tuple[str, ...] = ()
-    dtype: str = "F32"
-    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +222,7 @@ class Extractor:
         if not self._is_target(name):
             return TensorError(name, "no", 0, total**0.5, 1.0), None
         matrix = np.ascontiguousarray(delta.T) if self._is_conv1d else delta
-        factors = factorize(matrix, self._extraction.rank_choice, self._extraction.seed, name)
+        factors = factorize(matrix, self._extraction, name)
         factors = Factors(self._rounded(factors.b), self._rounded(factors.a))
         error = (squared_error(matrix, factors) / total) ** 0.5
         return TensorError(name, "factors", len(factors.a), total**0.5, error), factors

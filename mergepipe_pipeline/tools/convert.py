@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from math import prod
@@ -226,13 +226,16 @@ def convert_pickles(
             with progress.task(f"read {folder.name}", sum(sizes.values())) as advance:
                 digests = {file: file_sha256(folder / file, advance) for file in files}
             conversion = convert_files(draft, folder, files, named, progress)
-        origin = Origin(
-            "convert",
-            {},
-            (LineageEntry("pickled", given.name, digest_json(digests)),),
-            (Source(given.name, str(given), "", ""),),
-        )
+        origin = converted_origin("pickled", given, digests, {})
         return draft.finish(origin, {"files": digests, **asdict(conversion)})
+
+
+def converted_origin(
+    kind: str, given: Path, digests: Mapping[str, str], parameters: Mapping[str, Any]
+) -> Origin:
+    """The origin of what was converted from files of these digests."""
+    inputs = (LineageEntry(kind, given.name, digest_json(dict(digests))),)
+    return Origin("convert", parameters, inputs, (Source(given.name, str(given), "", ""),))
 
 
 @contextmanager

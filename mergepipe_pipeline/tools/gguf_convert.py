@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -13,22 +12,19 @@ import numpy as np
 
 from mergepipe_pipeline.arrays import F32Array, I64Array, U8Array
 from mergepipe_pipeline.checkpoints.stored import as_float32
-from mergepipe_pipeline.digest import digest_json
-from mergepipe_pipeline.domain.plan import Source
-from mergepipe_pipeline.domain.snapshot import LineageEntry
 from mergepipe_pipeline.dtypes import ITEMSIZE, LARGEST, TORCH_NAME
 from mergepipe_pipeline.errors import CheckpointError
 from mergepipe_pipeline.progress import Progress
-from mergepipe_pipeline.snapshots.model_folder import shard_name
+from mergepipe_pipeline.snapshots.model_folder import grouped, shard_name
 from mergepipe_pipeline.storage.hashing import file_sha256
 from mergepipe_pipeline.storage.json_text import json_bytes
 from mergepipe_pipeline.storage.side_files import CONFIG, side_files
 from mergepipe_pipeline.storage.source import open_source
-from mergepipe_pipeline.tools.convert import unchanged
+from mergepipe_pipeline.tools.convert import converted_origin, unchanged
 from mergepipe_pipeline.tools.gguf_file import SUFFIX, GgufFile, decoded, opened
 from mergepipe_pipeline.tools.gguf_model import Model, Target, model_of, tokenizer_files
 from mergepipe_pipeline.tools.models import stored
-from mergepipe_pipeline.tools.result import Draft, Made, Origin, check_place, drafted
+from mergepipe_pipeline.tools.result import Draft, Made, check_place, drafted
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: Types that are kept as they are; others become bfloat16 where nothing else is asked for.
@@ -85,14 +81,13 @@ def convert_gguf(
                 digests = {path.name: file_sha256(path, advance)}
             _write(tensors, draft, progress)
         parameters = {} if dtype is None else {"dtype": dtype}
-        inputs = (LineageEntry("gguf", given.name, digest_json(digests)),)
-        origin = Origin("convert", parameters, inputs, (Source(given.name, str(given), "", ""),))
+        origin = converted_origin("gguf", given, digests, parameters)
         tokenizer = "the folder's" if beside else "the file's"
         return draft.finish(origin, {"files": digests, "tokenizer": tokenizer, **tensors.told()})
 
 
 def _write(tensors: _Tensors, draft: Draft, progress: Progress) -> None:
-    shards = list(tensors.shards())
+    shards = grouped(tensors.model.targets, tensors.nbytes_of, _SHARD_NBYTES)
     with progress.task(f"convert {tensors.file.path.name}", tensors.nbytes) as advance:
         for number, targets in enumerate(shards, 1):
             name = shard_name(number, len(shards)) if shards[1:] else "model.safetensors"
@@ -143,22 +138,11 @@ class _Tensors:
     @property
     def nbytes(self) -> int:
         """All bytes that are written."""
-        return sum(self._nbytes(t) for t in self.model.targets)
+        return sum(map(self.nbytes_of, self.model.targets))
 
-    def _nbytes(self, target: Target) -> int:
+    def nbytes_of(self, target: Target) -> int:
+        """The bytes of a tensor as it is written."""
         return prod(target.shape) * ITEMSIZE[self.dtype(target)]
-
-    def shards(self) -> Iterator[list[Target]]:
-        """The tensors of each weight file, in the order in which they are stored."""
-        shard: list[Target] = []
-        nbytes = 0
-        for target in self.model.targets:
-            if shard and nbytes + self._nbytes(target) > _SHARD_NBYTES:
-                yield shard
-                shard, nbytes = [], 0
-            shard.append(target)
-            nbytes += self._nbytes(target)
-        yield shard
 
     def told(self) -> dict[str, Any]:
         """What became of the tensors."""
@@ -179,7 +163,7 @@ class _Tensors:
         order = _order(target)
         if order is not None and not is_vector:
             rows = rows[order]
-        out = np.empty(self._nbytes(target), np.uint8)
+        out = np.empty(self.nbytes_of(target), np.uint8)
         step = max(1, _PIECE_ELEMS * len(rows) // prod(target.shape))
         at = 0
         for start in range(0, len(rows), step):

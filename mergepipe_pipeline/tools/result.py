@@ -28,7 +28,6 @@ from mergepipe_pipeline.domain.snapshot import (
     ShardEntry,
     SideFile,
 )
-from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.execution.plan_leases import staging
 from mergepipe_pipeline.progress import Advance
 from mergepipe_pipeline.snapshots.commit import (
@@ -37,7 +36,7 @@ from mergepipe_pipeline.snapshots.commit import (
     made_here,
     stage_snapshot,
 )
-from mergepipe_pipeline.snapshots.export import check_folder, check_out, staging_beside
+from mergepipe_pipeline.snapshots.export import check_folder, check_out, refuse_full, staging_beside
 from mergepipe_pipeline.snapshots.find import read_manifest
 from mergepipe_pipeline.snapshots.model_folder import index_json, tool_card
 from mergepipe_pipeline.snapshots.stores import Marks
@@ -159,7 +158,7 @@ def check_place(out: str | Path, warehouse: Path, again: tuple[str, str] | None 
     """
     chosen = check_out(out, warehouse)
     if again is None or check_folder(chosen) is None or _names(chosen) != again:
-        _refuse_result(chosen)
+        refuse_full(chosen)
     return chosen
 
 
@@ -204,25 +203,13 @@ def _to_folder(out: Path, draft: Draft, manifest: Manifest, provenance: dict[str
     if publish_dir(draft.folder, out):
         return out
     if check_folder(out) != manifest.snapshot_id or damage_of(out, is_copy=True):
-        _refuse_result(out)
+        refuse_full(out)
     return out
 
 
 def _refuse_unreadable(folder: Path, manifest: Manifest) -> None:
     """Open what was written as any reader will. Raises CheckpointError."""
     open_checkpoint(str(folder), manifest.method, probes=False)
-
-
-def _refuse_result(out: Path) -> None:
-    existing = check_folder(out)
-    if existing is not None:
-        raise MergePipeError(
-            "The output folder holds a result already",
-            where=str(out),
-            expected="no such folder, or an empty one",
-            found=f"snapshot {existing}",
-            next_step="choose another --out, or remove the folder",
-        )
 
 
 def _provenance(origin: Origin, details: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.progress import Progress, Silent
-from mergepipe_pipeline.tools.adapter import Extraction, Extractor, RankChoice, details_of
+from mergepipe_pipeline.tools.adapter import Extraction, Extractor, details_of
 from mergepipe_pipeline.tools.convert import convert_pickles
 from mergepipe_pipeline.tools.gguf_convert import convert_gguf, gguf_file
 from mergepipe_pipeline.tools.models import making
@@ -87,11 +87,10 @@ def extract_lora(
         dtype: the type of the factors.
         seed: of the random sketches.
     """
-    wanted = _wanted(rank, energy, max_rank)
+    rank = _rank(rank, energy)
     _refuse_patterns(modules)
-    asked = Extraction(wanted, tuple(modules), tuple(save), dtype, seed)
-    parameters = {**asdict(wanted), "modules": list(modules), "save": list(save)}
-    parameters |= {"dtype": dtype, "seed": seed}
+    asked = Extraction(rank, energy, max_rank, tuple(modules), tuple(save), dtype, seed)
+    parameters = {**asdict(asked), "modules": list(modules), "save": list(save)}
     with making(warehouse, "extract-lora", out, progress) as made:
         of_base, tuned = made.open("base", base), made.open("expert", model)
         extractor = Extractor(of_base, tuned.named_as(of_base), asked)
@@ -151,7 +150,7 @@ def transplant_tokenizer(
         return made.finish(asdict(options), Transplant(recipient, giver, options).write)
 
 
-def _wanted(rank: int | None, energy: float | None, max_rank: int | None) -> RankChoice:
+def _rank(rank: int | None, energy: float | None) -> int | None:
     if rank is not None and energy is not None:
         raise MergePipeError(
             "A rank and an energy are asked for, and each decides the other",
@@ -160,9 +159,7 @@ def _wanted(rank: int | None, energy: float | None, max_rank: int | None) -> Ran
             found="both",
             next_step="leave one out; --max-rank bounds what --energy may take",
         )
-    if energy is None and rank is None:
-        rank = DEFAULT_RANK
-    return RankChoice(rank, energy, max_rank)
+    return DEFAULT_RANK if energy is None and rank is None else rank
 
 
 def _refuse_patterns(modules: Sequence[str]) -> None:

@@ -19,7 +19,7 @@ from threadpoolctl import threadpool_limits
 from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError, MergePipeError
-from mergepipe_pipeline.tools.adapter import RankChoice, factorize, squared_error, squared_norm
+from mergepipe_pipeline.tools.adapter import Extraction, factorize, squared_error, squared_norm
 from mergepipe_pipeline.verbs.merge import merge
 from mergepipe_pipeline.verbs.tools import extract_lora
 from mergepipe_pipeline.verbs.verify import verify
@@ -68,7 +68,8 @@ def test_the_error_is_within_a_percent_of_the_best(
     matrix = (rng.standard_normal(shape) * scale).astype(np.float32)
     values = np.linalg.svd(matrix, compute_uv=False)
     best = float(np.sqrt(np.square(values[rank:], dtype=np.float64).sum()))
-    found = squared_error(matrix, factorize(matrix, RankChoice(rank, None, None), seed, "x")) ** 0.5
+    factors = factorize(matrix, Extraction(rank, None, None, seed=seed), "x")
+    found = squared_error(matrix, factors) ** 0.5
     assert best * 0.99 - 1e-3 <= found <= best * 1.01 + 1e-5 * float(values[0])
 
 
@@ -77,12 +78,12 @@ def test_energy_takes_the_least_rank_that_catches_it(seed: int, energy: float) -
     matrix = np.random.default_rng(seed).standard_normal((60, 90)).astype(np.float32)
     matrix *= 0.9 ** np.arange(90, dtype=np.float32)
     total = squared_norm(matrix)
-    factors = factorize(matrix, RankChoice(None, energy, None), 0, "x")
+    factors = factorize(matrix, Extraction(None, energy, None), "x")
     values = np.square(np.linalg.svd(matrix, compute_uv=False), dtype=np.float64)
     needed = int(np.searchsorted(np.cumsum(values), energy * total)) + 1
     assert abs(len(factors.a) - needed) <= 1
     assert squared_error(matrix, factors) <= (1 - energy) * total * 1.0001
-    assert len(factorize(matrix, RankChoice(None, energy, 3), 0, "x").a) <= 3
+    assert len(factorize(matrix, Extraction(None, energy, 3), "x").a) <= 3
 
 
 def test_the_errors_are_those_of_the_files_and_as_small_as_mergekits(
