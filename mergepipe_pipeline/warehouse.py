@@ -224,6 +224,18 @@ class Warehouse:
 
         return mirror_at(address, BUCKET)
 
+    def require_mirror(self, use: str, or_else: str = "") -> Mirror:
+        """The mirror, for a use of it. Raises MergePipeError where there is none."""
+        if self.mirror is None:
+            raise MergePipeError(
+                f"There is no bucket to {use}",
+                where=BUCKET,
+                expected="the address of a bucket",
+                found="nothing",
+                next_step=f"set {BUCKET}=s3://bucket/prefix{or_else}",
+            )
+        return self.mirror
+
     @cached_property
     def leases(self) -> Leases:
         """Leases on what work that goes on needs."""

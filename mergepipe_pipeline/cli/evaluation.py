@@ -16,7 +16,6 @@ from mergepipe_pipeline.cli.common import (
     Console,
     counted,
     picture_option,
-    recipe_folder,
     table,
     verb,
     write_file,
@@ -67,17 +66,10 @@ def evaluate(console: Console, snapshot: str, recipe: str, fresh: bool) -> None:
 
     No ref changes.
     """
-    from mergepipe_pipeline.execution.lookup import snapshot_of
-    from mergepipe_pipeline.quality.measure import evaluate as run
-    from mergepipe_pipeline.resolution.recipe_text import load_recipe
-    from mergepipe_pipeline.snapshots.find import load_snapshot
-    from mergepipe_pipeline.verbs.gate import require_evaluator
+    from mergepipe_pipeline.verbs.gate import measure
 
-    home = console.warehouse
-    evaluator = require_evaluator(load_recipe(recipe, home))
-    found = load_snapshot(home.snapshots, snapshot_of(home, snapshot))
-    evaluation = run(home, found, evaluator, recipe_folder(recipe), fresh=fresh)
-    record = _record(home, evaluation)
+    evaluation = measure(console.warehouse, snapshot, Path(recipe), fresh=fresh)
+    record = _record(console.warehouse, evaluation)
     console.show(
         record,
         f"snapshot {evaluation.snapshot_id}",

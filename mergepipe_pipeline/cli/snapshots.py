@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -87,19 +86,11 @@ def _warn_of_kept_out(console: Console, snapshot_id: str) -> None:
     console.warn(*(str(decision) for decision in kept_out_in(console.existing, snapshot)))
 
 
-def _finite(ctx: click.Context, parameter: click.Parameter, seconds: float | None) -> float | None:
-    if seconds is not None and not math.isfinite(seconds):
-        raise click.BadParameter(f"{seconds} is not a number of seconds.", ctx, parameter)
-    return seconds
-
-
 @click.command()
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed, and write nothing.")
 @click.option(
     "--older-than",
-    "older_than_s",
     type=click.FloatRange(min=0),
-    callback=_finite,
     show_default="3600; of a bucket 604800",
     help="Keep what nobody needs for this many seconds after its last use, so that a merge that is "
     "run again finds it. Merges that run now keep what they need, at any age.",
@@ -122,7 +113,7 @@ def _finite(ctx: click.Context, parameter: click.Parameter, seconds: float | Non
 def gc(
     console: Console,
     dry_run: bool,
-    older_than_s: float | None,
+    older_than: float | None,
     keep_versions: int | None,
     unpublished: bool,
     bucket: bool,
@@ -132,12 +123,12 @@ def gc(
 
     if bucket and (keep_versions or unpublished):
         raise click.UsageError("--bucket goes alone: all that a ref has ever named stays there.")
-    home, is_default = console.existing, older_than_s is None and not bucket
+    home, is_default = console.existing, older_than is None and not bucket
     if bucket:
-        age_s = BUCKET_AGE_S if older_than_s is None else older_than_s
+        age_s = BUCKET_AGE_S if older_than is None else older_than
         done = collect_bucket(home, older_than_s=age_s, dry_run=dry_run)
     else:
-        age_s = AGE_S if older_than_s is None else older_than_s
+        age_s = AGE_S if older_than is None else older_than
         done = collect(
             home,
             older_than_s=age_s,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from difflib import get_close_matches
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
@@ -193,15 +192,16 @@ def _show(console: Console, done: Made, *lines: str) -> None:
 def ops(console: Console, name: str | None) -> None:
     """List merge methods with formula, parameters and source."""
     from mergepipe_pipeline.operators import OPERATORS
+    from mergepipe_pipeline.recipe.problems import suggest
 
     if name not in (None, *OPERATORS):
-        near = get_close_matches(name or "", OPERATORS, n=1)
+        near = suggest(name or "", OPERATORS).removeprefix("; ")
         raise NotFoundError(
             "No such merge method",
             where="ops",
             found=repr(name),
             expected="one of " + ", ".join(sorted(OPERATORS)),
-            next_step=f"did you mean {near[0]!r}?" if near else "see `mergepipe ops`",
+            next_step=near or "see `mergepipe ops`",
         )
     schemas = [OPERATORS[n].schema for n in ([name] if name else sorted(OPERATORS))]
     lines = [line for schema in schemas for line in (*_block(schema), "")]

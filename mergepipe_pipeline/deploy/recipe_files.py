@@ -220,15 +220,8 @@ def named_files(folder: Path, taken: dict[str, str]) -> Iterator[tuple[Path, str
     """
     for path in yaml_files(folder):
         identifier = identifier_of(path.stem)
-        if not _NAME.fullmatch(path.stem):
-            error = RecipeError(
-                "A file's name cannot name assets",
-                where=path.name,
-                expected="at most 63 letters, digits, '.', '_' and '-', a letter or digit first",
-                found=repr(path.stem),
-                next_step="rename the file",
-            )
-            yield path, str(error)
+        if problem := name_problem(path):
+            yield path, str(problem)
         elif other := taken.get(identifier):
             taken.setdefault(identifier_of(path.name), path.name)  # it is shown by this name
             said = f"{path.name} would have the same assets or job as {other}; rename one of them"
@@ -236,6 +229,19 @@ def named_files(folder: Path, taken: dict[str, str]) -> Iterator[tuple[Path, str
         else:
             taken[identifier] = path.name
             yield path, None
+
+
+def name_problem(path: Path) -> RecipeError | None:
+    """Why the name of a recipe's or search's file cannot name assets, if so."""
+    if _NAME.fullmatch(path.stem):
+        return None
+    return RecipeError(
+        "A file's name cannot name assets",
+        where=path.name,
+        expected="at most 63 letters, digits, '.', '_' and '-', a letter or digit first",
+        found=repr(path.stem),
+        next_step="rename the file",
+    )
 
 
 def identifier_of(name: str) -> str:

@@ -22,7 +22,7 @@ from mergepipe_pipeline.domain.plan import ENGINE_VERSION
 from mergepipe_pipeline.errors import CheckpointError, NotFoundError
 from mergepipe_pipeline.facts.contents import content_of
 from mergepipe_pipeline.facts.offline import present_root
-from mergepipe_pipeline.recipe.yaml_text import read_documents
+from mergepipe_pipeline.recipe.yaml_text import said
 from mergepipe_pipeline.remote.address import is_address
 from mergepipe_pipeline.storage.side_files import side_stamps
 from mergepipe_pipeline.storage.source import open_source
@@ -142,10 +142,10 @@ def wanted_of(warehouse: Warehouse, file: RecipeFile, inputs: Iterable[Checkpoin
         ]
     except NotFoundError:
         return None
-    said = _said(file.parsed.text) if file.parsed else ""
+    text = _said(file.parsed.text) if file.parsed else ""
     # Lineage has names: of a recipe that does not name an expert, what it takes does.
     taken = [s.taken for s in file.selected]
-    asked = [ENGINE_VERSION, sha256_hex(said.encode()), contents, *([taken] if taken else [])]
+    asked = [ENGINE_VERSION, sha256_hex(text.encode()), contents, *([taken] if taken else [])]
     return digest_json(asked)[:24]
 
 
@@ -178,10 +178,4 @@ def _template(file: RecipeFile) -> str:
 @lru_cache(maxsize=512)  # sensors ask of every recipe at each tick
 def _said(text: str) -> str:
     """What a recipe says of its result: without comments, layout, and when it is to be made."""
-    return json.dumps(
-        [
-            {k: v for k, v in document.value.items() if k not in _WHEN}
-            for document in read_documents(text)
-            if isinstance(document.value, dict)
-        ]
-    )
+    return json.dumps(said(text, _WHEN))

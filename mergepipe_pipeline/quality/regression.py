@@ -27,7 +27,7 @@ from mergepipe_pipeline.facts.contents import content_of
 from mergepipe_pipeline.facts.offline import open_offline, open_root, present_root
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
-from mergepipe_pipeline.recipe.yaml_text import read_documents
+from mergepipe_pipeline.recipe.yaml_text import said
 from mergepipe_pipeline.resolution.recipe_text import parse_plan
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -227,7 +227,8 @@ class Changes:
 
 def changes_between(warehouse: Warehouse, live: Snapshot, other: Snapshot) -> Changes:
     """Compare `live` with `other`. Raises CorruptionError for a damaged provenance."""
-    recipes = [provenance_of(s).get("recipe", "") for s in (live, other)]
+    texts = [provenance_of(s).get("recipe", "") for s in (live, other)]
+    recipes = [said(text, _NOT_OF_WEIGHTS) for text in texts]
     before, after = request_of(live), request_of(other)
     shards = {s.layer: s.sha256 for s in live.manifest.shards}
     other_shards = {s.layer: s.sha256 for s in other.manifest.shards}
@@ -241,19 +242,10 @@ def changes_between(warehouse: Warehouse, live: Snapshot, other: Snapshot) -> Ch
         live.snapshot_id,
         other.snapshot_id,
         tuple(_inputs(warehouse, (live, before), (other, after))),
-        requests[0] != requests[1] or _said(recipes[0]) != _said(recipes[1]),
+        requests[0] != requests[1] or recipes[0] != recipes[1],
         tuple(sorted(differ, key=layer_order)),
         len(other_shards),
     )
-
-
-def _said(recipe: str) -> list[object]:
-    """The part of a recipe's text about its result's weights."""
-    return [
-        {k: v for k, v in document.value.items() if k not in _NOT_OF_WEIGHTS}
-        for document in read_documents(recipe)
-        if isinstance(document.value, dict)
-    ]
 
 
 def contents_of(

@@ -7,6 +7,7 @@ and `<<` cannot blow a small text up. `schema` knows what the keys mean.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -100,6 +101,16 @@ def read_documents(text: str) -> tuple[Document, ...]:
     if len(nodes) == 1:
         return (_document(nodes[0], text),)
     return tuple(_document(n, text[n.start_mark.index : n.end_mark.index]) for n in nodes)
+
+
+def said(text: str, without: Collection[str]) -> list[dict[str, Any]]:
+    """What the documents of a file say, without some of their keys."""
+    values = (document.value for document in read_documents(text))
+    return [
+        {k: v for k, v in value.items() if k not in without}
+        for value in values
+        if isinstance(value, dict)
+    ]
 
 
 def _document(node: Node, text: str) -> Document:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mergepipe_pipeline.deploy.recipe_files import name_problem
 from mergepipe_pipeline.domain.layers import layer_count, layer_name
 from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.domain.output import out_nbytes, stored_like
@@ -35,8 +35,6 @@ from mergepipe_pipeline.storage.regular import text_of
 from mergepipe_pipeline.text import size
 from mergepipe_pipeline.warehouse import Warehouse
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", re.ASCII)
-
 
 def read_search(warehouse: Warehouse, path: Path) -> Search:
     """The search that a file asks for, held against the headers of its sources; writes nothing.
@@ -46,14 +44,8 @@ def read_search(warehouse: Warehouse, path: Path) -> Search:
     """
     text = yaml_file(path, "search file")
     name, folder = path.stem, folder_of(path)
-    if not _NAME.fullmatch(name):
-        raise RecipeError(
-            "A search's file name cannot name a search",
-            where=text_of(path),
-            expected="at most 63 letters, digits, '.', '_' and '-', a letter or digit first",
-            found=repr(name),
-            next_step="rename the file",
-        )
+    if problem := name_problem(path):
+        raise problem
     file = parse_search(text, text_of(path))
     command_of(file.evaluator, folder)
     models = models_of(warehouse, file, folder)

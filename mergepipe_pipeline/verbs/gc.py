@@ -33,7 +33,7 @@ from mergepipe_pipeline.snapshots.stores import Marks
 from mergepipe_pipeline.storage.atomic import remove_tree
 from mergepipe_pipeline.text import escaped
 from mergepipe_pipeline.verbs.land import half_landed
-from mergepipe_pipeline.warehouse import BUCKET, Warehouse
+from mergepipe_pipeline.warehouse import Warehouse
 
 __all__ = ["AGE_S", "BUCKET_AGE_S", "GcReport", "collect", "collect_bucket"]
 
@@ -98,17 +98,10 @@ def collect_bucket(
 
     Raises MergePipeError without a bucket, and as `snapshots.bucket_collection`.
     """
-    if warehouse.mirror is None:
-        raise MergePipeError(
-            "There is no bucket to collect",
-            where=BUCKET,
-            expected="the address of a bucket",
-            found="nothing",
-            next_step=f"set {BUCKET}=s3://bucket/prefix",
-        )
+    mirror = warehouse.require_mirror("collect")
     from mergepipe_pipeline.snapshots.bucket_collection import collect_bucket as run_there
 
-    return run_there(warehouse.mirror, older_than_s=older_than_s, dry_run=dry_run)
+    return run_there(mirror, older_than_s=older_than_s, dry_run=dry_run)
 
 
 def _expired(

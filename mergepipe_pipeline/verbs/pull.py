@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mergepipe_pipeline.domain.outcome import StoredObject
 from mergepipe_pipeline.domain.snapshot import PROVENANCE, Manifest, Snapshot
-from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundError
+from mergepipe_pipeline.errors import CorruptionError, NotFoundError
 from mergepipe_pipeline.execution.plan_leases import staging as staging_of
 from mergepipe_pipeline.integrity.records import refuse_other_lineage
 from mergepipe_pipeline.progress import Progress, Silent
@@ -21,7 +21,7 @@ from mergepipe_pipeline.snapshots.mirror import Mirror, mirror_at, provenance_ke
 from mergepipe_pipeline.snapshots.stores import Marks
 from mergepipe_pipeline.storage.chain import MOST_VERSIONS
 from mergepipe_pipeline.text import whole_number
-from mergepipe_pipeline.warehouse import BUCKET, Warehouse
+from mergepipe_pipeline.warehouse import Warehouse
 
 
 def pull(
@@ -88,15 +88,7 @@ def _pulled(
 def _mirror(warehouse: Warehouse, source: str | None) -> Mirror:
     if source is not None:
         return mirror_at(source, "--from")
-    if warehouse.mirror is None:
-        raise MergePipeError(
-            "There is no bucket to pull from",
-            where=BUCKET,
-            expected="the address of a bucket",
-            found="nothing",
-            next_step=f"set {BUCKET}=s3://bucket/prefix, or give --from",
-        )
-    return warehouse.mirror
+    return warehouse.require_mirror("pull from", ", or give --from")
 
 
 def _snapshot_id(mirror: Mirror, what: str) -> str:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from mergepipe_pipeline.checkpoints.open_checkpoint import is_complete
 from mergepipe_pipeline.deploy.arrivals import stamps_of
-from mergepipe_pipeline.domain.training_run import STEP_FORM, is_weights, member_name, steps_in
+from mergepipe_pipeline.deploy.runs import steps_at
+from mergepipe_pipeline.domain.training_run import STEP_FORM, member_name, steps_in
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.storage.regular import text_of
 from mergepipe_pipeline.verbs.land import land
@@ -31,10 +32,8 @@ class Steps:
 
 def holds_run(path: str | Path) -> bool:
     """Whether a folder has checkpoints that are named by steps, and no weights of its own."""
-    folder = Path(path)
-    inside = list(folder.iterdir()) if os.path.isdir(folder) else []
-    steps = steps_in(p.name for p in inside if p.is_dir())
-    return bool(steps) and not any(is_weights(p.name) for p in inside)
+    steps, has_weights = steps_at(Path(path)) if os.path.isdir(path) else ({}, False)
+    return bool(steps) and not has_weights
 
 
 def land_run(
