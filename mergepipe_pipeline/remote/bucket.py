@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.digest import new_hash
 from mergepipe_pipeline.errors import CorruptionError, RemoteError, StorageFullError
+from mergepipe_pipeline.progress import Advance
 from mergepipe_pipeline.remote.address import Address
 from mergepipe_pipeline.remote.clients import TIMEOUT_S, bucket_origin, bucket_store, need
 from mergepipe_pipeline.remote.fetch import METER, Traffic
@@ -29,6 +30,7 @@ from mergepipe_pipeline.remote.listing import (
     failures_named,
     first_line,
     listed_tag,
+    saved,
     status_in,
     tag_of,
 )
@@ -108,8 +110,8 @@ class Bucket:
                 answer = self._obstore.get(self._store, key)
             except FileNotFoundError:
                 return None
-            if answer.meta["size"] > most_nbytes:
-                raise self._other_size(key, f"at most {most_nbytes}", answer.meta["size"])
+            if (nbytes := answer.meta["size"]) > most_nbytes:
+                raise self._other(key, f"at most {most_nbytes} bytes", f"{nbytes} bytes")
             return bytes(answer.bytes())
 
     def names(self, below: str) -> list[str]:
@@ -122,51 +124,36 @@ class Bucket:
         path: Path,
         sha256: str,
         nbytes: int,
-        advance: Callable[[int], None] | None = None,
+        advance: Advance = lambda nbytes: None,
     ) -> bool:
         """Write an object's content to the file `path`; False if there is none.
 
         A request lasts no longer than its time-out, so that a large object comes by several.
         Raises CorruptionError if it has not `nbytes` bytes, or its digest is not `sha256`.
         """
-        entry, running = self.find(key), new_hash()
-        if entry is None:
+        if (entry := self.find(key)) is None:
             return False
         if entry.nbytes != nbytes:
-            raise self._other_size(key, f"{nbytes}", entry.nbytes)
+            raise self._other(key, f"{nbytes} bytes", f"{entry.nbytes} bytes")
 
         def piece(start: int) -> memoryview:
             stop = min(start + _PART_NBYTES, nbytes)
             got = self._obstore.get_range(self._store, key, start=start, end=stop)
             return memoryview(got)
 
-        with (
-            failures_named(self.where(key)),
-            path.open("wb") as file,
-            Workers(_PARTS_AT_ONCE) as workers,
-        ):
-            starts = range(0, nbytes, _PART_NBYTES)
-            for data in workers.map(piece, starts, depth=_PARTS_AT_ONCE):
-                running.update(data)
-                file.write(data)
-                if advance:
-                    advance(len(data))
-        if running.hexdigest() != sha256:
-            raise CorruptionError(
-                "An object of a bucket is not what was put there",
-                where=self.where(key),
-                expected=f"sha256 {sha256[:16]}",
-                found=f"sha256 {running.hexdigest()[:16]}",
-                next_step="remove it from the bucket; a warehouse that has it puts it again",
-            )
+        starts = range(0, nbytes, _PART_NBYTES)
+        with failures_named(self.where(key)), Workers(_PARTS_AT_ONCE) as workers:
+            found = saved(path, workers.map(piece, starts, depth=_PARTS_AT_ONCE), advance)
+        if found != sha256:
+            raise self._other(key, f"sha256 {sha256[:16]}", f"sha256 {found[:16]}")
         return True
 
-    def _other_size(self, key: str, expected: str, nbytes: int) -> CorruptionError:
+    def _other(self, key: str, expected: str, found: str) -> CorruptionError:
         return CorruptionError(
-            "An object of a bucket has another size than it is said to have",
+            "An object of a bucket is not what was put there",
             where=self.where(key),
-            expected=f"{expected} bytes",
-            found=f"{nbytes} bytes",
+            expected=expected,
+            found=found,
             next_step="remove it from the bucket; a warehouse that has it puts it again",
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -19,6 +19,7 @@ from mergepipe_pipeline.errors import (
     MergePipeError,
     RemoteError,
 )
+from mergepipe_pipeline.progress import Advance
 from mergepipe_pipeline.remote.address import Address
 from mergepipe_pipeline.secrets import discreet
 
@@ -59,6 +60,17 @@ class OutgoingFile:
     sha256: str
     nbytes: int
     content: Path | bytes
+
+
+def saved(path: Path, pieces: Iterable[bytes | memoryview], advance: Advance) -> str:
+    """The SHA-256 of the pieces of a file, which `path` gets as they come."""
+    running = new_hash()
+    with path.open("wb") as file:
+        for piece in pieces:
+            running.update(piece)
+            file.write(piece)
+            advance(len(piece))
+    return running.hexdigest()
 
 
 def is_digest(content: object) -> bool:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from dataclasses import replace as replaced
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mergepipe_pipeline.errors import CommitConflictError, CorruptionError, MergePipeError
 from mergepipe_pipeline.progress import Advance
@@ -81,20 +81,6 @@ class PushResult:
     commit: str | None = None
 
 
-class _Place(Protocol):
-    """An address that a parcel goes to."""
-
-    def look(self, *, replace: bool, dry_run: bool) -> tuple[list[OutgoingFile], list[str]]:
-        """The files to send, and those that are to go. Raises MergePipeError."""
-        ...
-
-    def send(
-        self, missing: Sequence[OutgoingFile], removed: Sequence[str], advance: Advance
-    ) -> str | None:
-        """Make the address hold the parcel, and see that it does; gives the hub's commit."""
-        ...
-
-
 def push_parcel(
     address: Address,
     parcel: Parcel,
@@ -119,7 +105,8 @@ def push_parcel(
         address = Address(address.scheme, f"{address.place}/{parcel.folder}")
     is_hub = address.scheme == HUB
     with failures_named(address.text):
-        place: _Place = _Repository(address, parcel, public) if is_hub else _Prefix(address, parcel)
+        place: _Repository | _Prefix
+        place = _Repository(address, parcel, public) if is_hub else _Prefix(address, parcel)
         missing, removed = place.look(replace=replace, dry_run=dry_run)
         sent_nbytes = sum(f.nbytes for f in missing)
         pushed = PushResult(
@@ -138,7 +125,11 @@ def push_parcel(
 
 
 class _Repository:
-    """A branch of a repository of the hub."""
+    """A branch of a repository of the hub.
+
+    `look` gives the files to send, and those that are to go; `send` makes the place hold the
+    parcel, sees that it does, and gives the commit.
+    """
 
     def __init__(self, address: Address, parcel: Parcel, public: bool) -> None:
         self._api, self._address, self._parcel = hub_api(), address, parcel
@@ -299,7 +290,7 @@ def _quiet() -> Iterator[None]:
 
 
 class _Prefix:
-    """The prefix of a bucket."""
+    """The prefix of a bucket; methods as of `_Repository`."""
 
     def __init__(self, address: Address, parcel: Parcel) -> None:
         self._bucket, self._parcel = Bucket(address), parcel

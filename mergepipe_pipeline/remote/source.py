@@ -11,16 +11,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Set
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
-from mergepipe_pipeline.digest import new_hash
 from mergepipe_pipeline.errors import CheckpointChangedError, CorruptionError, RemoteError
 from mergepipe_pipeline.remote.address import BUCKETS, HUB, Address
 from mergepipe_pipeline.remote.bucket import Bucket
 from mergepipe_pipeline.remote.downloads import DownloadedFile, Piece
 from mergepipe_pipeline.remote.egress import coalesced
 from mergepipe_pipeline.remote.fetch import WANTED
-from mergepipe_pipeline.remote.listing import changed, failures_named
+from mergepipe_pipeline.remote.listing import changed, failures_named, saved
 from mergepipe_pipeline.remote.servers import PINS
 from mergepipe_pipeline.storage.side_files import pieces
 from mergepipe_pipeline.storage.source import CheckpointSource, FileRange, Reading
@@ -120,46 +118,11 @@ class RemoteSource(CheckpointSource):
             file.submit(piece)
 
 
-class Folder(Protocol):
-    """Files by path below an address. Methods raise RemoteError."""
-
-    def names(self, below: str) -> list[str]:
-        """The paths of all files below a folder, sorted."""
-        ...
-
-    def read(self, name: str, most_nbytes: int) -> bytes | None:
-        """The content of a small file; None without one. Raises CorruptionError for more bytes."""
-        ...
-
-    def download(
-        self, name: str, path: Path, sha256: str, nbytes: int, advance: Callable[[int], None]
-    ) -> bool:
-        """Write a file to `path`; False if it is not there.
-
-        Raises CorruptionError for one of another size or digest.
-        """
-        ...
-
-
-def folder_at(address: Address) -> Folder:
-    """The files at the address of a bucket or of the hub. Raises RemoteError for another."""
-    if address.scheme == HUB:
-        return _HubFolder(address)
-    if address.scheme in BUCKETS:
-        return Bucket(address)
-    raise RemoteError(
-        "Files cannot be listed there",
-        where=address.text,
-        expected=f"hf://org/model, or a bucket: {', '.join(f'{s}://' for s in BUCKETS)}",
-        found=f"{address.scheme}://",
-        next_step="choose another address",
-    )
-
-
 class _HubFolder:
     """The files of a repository at the commit that its revision was when they were listed.
 
-    They come as those of models do, compared with what the hub states of them.
+    They come as those of models do, compared with what the hub states of them. Methods mean what
+    those of `Bucket` do.
     """
 
     def __init__(self, address: Address) -> None:
@@ -185,13 +148,9 @@ class _HubFolder:
             return False
         if (size := self._source.size(name)) != nbytes:
             raise self._other(name, f"{nbytes} bytes", f"{size} bytes")
-        running = new_hash()
         self._source.expect([FileRange(name, 0, nbytes)])
-        with path.open("wb") as file:
-            for piece in pieces(self._source, name, nbytes, running.update):
-                file.write(piece)
-                advance(len(piece))
-        if (found := running.hexdigest()) != sha256:
+        found = saved(path, pieces(self._source, name, nbytes, lambda piece: None), advance)
+        if found != sha256:
             raise self._other(name, f"sha256 {sha256[:16]}", f"sha256 {found[:16]}")
         return True
 
@@ -203,3 +162,22 @@ class _HubFolder:
             found=found,
             next_step="push it again",
         )
+
+
+#: Files by path below an address. Methods raise RemoteError.
+Folder = Bucket | _HubFolder
+
+
+def folder_at(address: Address) -> Folder:
+    """The files at the address of a bucket or of the hub. Raises RemoteError for another."""
+    if address.scheme == HUB:
+        return _HubFolder(address)
+    if address.scheme in BUCKETS:
+        return Bucket(address)
+    raise RemoteError(
+        "Files cannot be listed there",
+        where=address.text,
+        expected=f"hf://org/model, or a bucket: {', '.join(f'{s}://' for s in BUCKETS)}",
+        found=f"{address.scheme}://",
+        next_step="choose another address",
+    )

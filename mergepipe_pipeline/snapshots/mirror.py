@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,6 +34,7 @@ from mergepipe_pipeline.errors import (
     NotFoundError,
     RemoteError,
 )
+from mergepipe_pipeline.progress import Advance
 from mergepipe_pipeline.remote.address import BUCKETS, parse_address
 from mergepipe_pipeline.remote.bucket import Bucket, Entry
 from mergepipe_pipeline.snapshots.find import manifest_of
@@ -80,9 +81,7 @@ class Mirror:
         data = self.bucket.read(_action_key(action_key), MAX_NBYTES)
         return None if data is None else stored_of(data, action_key)
 
-    def fetch(
-        self, stored: StoredObject, path: Path, advance: Callable[[int], None] | None = None
-    ) -> bool:
+    def fetch(self, stored: StoredObject, path: Path, advance: Advance) -> bool:
         """Write an object's bytes to a file; False if it is not there. Raises CorruptionError."""
         key, nbytes = object_key(stored.sha256), stored.nbytes
         return self.bucket.download(key, path, stored.sha256, nbytes, advance)
@@ -93,7 +92,7 @@ class Mirror:
         objects: ObjectStore,
         ref: str,
         reason: str,
-        advance: Callable[[int], None] = lambda nbytes: None,
+        advance: Advance = lambda nbytes: None,
     ) -> Ref:
         """Put what a snapshot is made of, then let the ref name it; what is there is not put again.
 
