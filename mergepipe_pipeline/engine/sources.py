@@ -6,10 +6,11 @@ read, and what it counts is what was asked for, without the rest of the disk's p
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property, partial
 from typing import Literal
 
@@ -67,9 +68,9 @@ def file_ranges(layers: Sequence[LayerTask], source: int, *, gated: bool) -> Ite
 
 
 def _base_views(task: TensorTask) -> list[tuple[TensorView, Sequence[Range]]]:
-    base, operator = task.base, OPERATORS.get(task.operator)
-    is_update = operator is None or operator.schema.space == "delta"
-    if base is None or not (is_update or (operator and operator.schema.base != "none")):
+    base, method = task.base, OPERATORS.get(task.operator)
+    is_update = method is None or method.schema.space == "delta"
+    if base is None or not (is_update or (method and method.schema.base != "none")):
         return []
     return [(base.view, ((0, base.view.numel),))]
 
@@ -102,18 +103,10 @@ class Read:
     read_s: float = 0.0
 
     def __add__(self, other: Read) -> Read:
-        return Read(
-            self.expert_nbytes + other.expert_nbytes,
-            self.base_nbytes + other.base_nbytes,
-            self.read_s + other.read_s,
-        )
+        return Read(*map(operator.add, astuple(self), astuple(other)))
 
     def __sub__(self, other: Read) -> Read:
-        return Read(
-            self.expert_nbytes - other.expert_nbytes,
-            self.base_nbytes - other.base_nbytes,
-            self.read_s - other.read_s,
-        )
+        return Read(*map(operator.sub, astuple(self), astuple(other)))
 
 
 class SourcePool:

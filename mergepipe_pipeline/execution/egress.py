@@ -1,17 +1,17 @@
-"""What a recipe or a plan fetches from addresses, and the traffic of a run."""
+"""What a recipe or a plan fetches from addresses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.plan import LayerTask, MergePlan
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.remote.address import is_address
-from mergepipe_pipeline.remote.fetch import METER, Traffic
+from mergepipe_pipeline.remote.fetch import METER
 from mergepipe_pipeline.resolution.resolve import ResolvedRecipe
 from mergepipe_pipeline.storage.source import FileRange
 from mergepipe_pipeline.warehouse import Warehouse
@@ -83,14 +83,3 @@ def downloads_shown(
         return
     with progress.task(f"download {plan.recipe_name}", total) as advance, METER.told(advance):
         yield
-
-
-def traffic() -> dict[str, Traffic]:
-    """The traffic of this process so far, by address."""
-    return METER.total
-
-
-def traffic_since(before: Mapping[str, Traffic]) -> dict[str, Any]:
-    """Return the traffic since `traffic` was asked, by address, as JSON."""
-    traffic = METER.since(before)
-    return {a: {"requests": t.requests, "nbytes": t.nbytes} for a, t in traffic.items()}

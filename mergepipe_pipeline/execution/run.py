@@ -37,7 +37,7 @@ from mergepipe_pipeline.errors import (
     RemoteError,
 )
 from mergepipe_pipeline.execution.assemble import commit
-from mergepipe_pipeline.execution.egress import downloads_shown, traffic, traffic_since
+from mergepipe_pipeline.execution.egress import downloads_shown
 from mergepipe_pipeline.execution.plan_leases import lease, refuse_full_disk
 from mergepipe_pipeline.execution.plan_leases import staging as staging_of
 from mergepipe_pipeline.execution.sums import Sliding, sliding
@@ -45,6 +45,7 @@ from mergepipe_pipeline.execution.sums import keep as keep_sums
 from mergepipe_pipeline.facts.damaged_packs import experts_of, set_aside
 from mergepipe_pipeline.facts.input_segments import plan_inputs
 from mergepipe_pipeline.progress import Advance, Progress, Silent
+from mergepipe_pipeline.remote.fetch import METER
 from mergepipe_pipeline.snapshots.commit import Checked
 from mergepipe_pipeline.storage.sums import SumsLostError, sums_beside
 from mergepipe_pipeline.warehouse import Warehouse
@@ -174,7 +175,7 @@ def run_plan(
     a full disk; staging is removed, finished layers stay for the next try.
     """
     started = time.monotonic()
-    start = start or RunStart(started, downloaded=partial(traffic_since, traffic()))
+    start = start or RunStart(started, downloaded=partial(METER.since, METER.total))
 
     def run(*, fresh: bool) -> MergeOutcome:
         outcomes = list(

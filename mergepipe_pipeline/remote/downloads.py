@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from mergepipe_pipeline.digest import new_hash
 from mergepipe_pipeline.errors import CorruptionError, RemoteError
 from mergepipe_pipeline.remote.fetch import Abandoned
+from mergepipe_pipeline.remote.listing import RemoteFile
 from mergepipe_pipeline.remote.ranges import Pieces, Run
 
 if TYPE_CHECKING:
@@ -28,15 +29,6 @@ _TIMES = 3
 
 #: Gets the bytes [start, stop) of a file.
 Fetch = Callable[[int, int], bytearray]
-
-
-@dataclass(frozen=True, slots=True)
-class StatedDigest:
-    """A server's statement on a whole file: its digest and length, and the hash that gives it."""
-
-    digest: str
-    nbytes: int
-    new_hash: Callable[[], _Hash]
 
 
 @dataclass(eq=False, slots=True)
@@ -74,10 +66,12 @@ class DownloadedFile:
         fetch: Fetch,
         pieces: Pieces,
         pool: Executor,
-        stated: StatedDigest | None = None,
+        stated: RemoteFile | None = None,
         on_lie: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_lie` is called when the file is not what its server states."""
+        """`stated` is the file as its server states it, if that tells the digest of the whole;
+        `on_lie` is called when the file is not that.
+        """
         self._where, self._key, self._fetch = where, key, fetch
         self._pieces, self._pool = pieces, pool
         self._lock = threading.Lock()
@@ -194,10 +188,10 @@ class DownloadedFile:
         is_read = self._pieces.read(self._key, piece.stored, start_byte, memoryview(data))
         return data if is_read else None
 
-    def _judge(self, stated: StatedDigest, found: str) -> None:
+    def _judge(self, stated: RemoteFile, found: str) -> None:
         """Believe a whole file, or let all of it go. Raises CorruptionError."""
         self._hash = None
-        if found == stated.digest:
+        if found == stated.content:
             self._pieces.prove(self._key)
             return
         self._hash = stated.new_hash()
@@ -207,7 +201,7 @@ class DownloadedFile:
         raise CorruptionError(
             "A server sends another file than it states",
             where=self._where,
-            expected=f"{kind} {stated.digest}",
+            expected=f"{kind} {stated.content}",
             found=f"{kind} {found}",
             next_step="run the same command again: a part was kept of what the server sent before, "
             "and is not any more"
@@ -222,7 +216,7 @@ class DownloadedFile:
             if self._stated is not None and self._hash is not None:
                 self._drop(self._stated)
 
-    def _drop(self, stated: StatedDigest) -> None:
+    def _drop(self, stated: RemoteFile) -> None:
         """Begin anew, with the lock held."""
         self._pieces.drop(self._key)
         self._known.clear()

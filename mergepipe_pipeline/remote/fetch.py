@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -234,10 +234,10 @@ class Meter:
         with self._lock:
             return dict(self._by_address)
 
-    def since(self, before: Mapping[str, Traffic]) -> dict[str, Traffic]:
-        """The traffic after `before`, as `total` gave it, by address."""
+    def since(self, before: Mapping[str, Traffic]) -> dict[str, dict[str, int]]:
+        """The traffic after `before`, as `total` gave it, by address, as JSON."""
         moved = {a: t - before.get(a, Traffic()) for a, t in sorted(self.total.items())}
-        return {address: traffic for address, traffic in moved.items() if traffic != Traffic()}
+        return {a: asdict(traffic) for a, traffic in moved.items() if traffic != Traffic()}
 
     @contextmanager
     def told(self, listener: Callable[[int], None]) -> Iterator[None]:

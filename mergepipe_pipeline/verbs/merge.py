@@ -18,7 +18,6 @@ from mergepipe_pipeline.domain.plan import MergePlan
 from mergepipe_pipeline.domain.snapshot import Ref
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import DamagedPackError
-from mergepipe_pipeline.execution.egress import traffic, traffic_since
 from mergepipe_pipeline.execution.plan_leases import refuse_full_disk
 from mergepipe_pipeline.execution.planning import StageResults, plan_resolved, prefetch_base
 from mergepipe_pipeline.execution.run import MergeOutcome, run_plan
@@ -27,6 +26,7 @@ from mergepipe_pipeline.integrity.weights import non_finite_warning
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.quality.measure import evaluations_of
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
+from mergepipe_pipeline.remote.fetch import METER
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.resolution.resolve import Planning, ResolvedRecipe, resolve_stage
 from mergepipe_pipeline.snapshots.export import Shards, check_out, export_snapshot
@@ -93,7 +93,7 @@ def merge(
     CommitConflictError, and EvaluationError or GateError before there is a folder or a ref.
     """
     began_s, progress = began_s or time.monotonic(), progress or Silent()
-    downloaded = partial(traffic_since, traffic())
+    downloaded = partial(METER.since, METER.total)
     (options := options or EngineOptions()).check()
     folder = None if out is None else check_out(out, warehouse.root)
     parsed = recipe if isinstance(recipe, ParsedRecipe) else load_recipe(recipe, warehouse)

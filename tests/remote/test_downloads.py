@@ -17,11 +17,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe_pipeline.digest import new_hash, sha256_hex
+from mergepipe_pipeline.digest import sha256_hex
 from mergepipe_pipeline.errors import MergePipeError, StorageFullError
 from mergepipe_pipeline.remote import ranges as pieces
-from mergepipe_pipeline.remote.downloads import DownloadedFile, StatedDigest
+from mergepipe_pipeline.remote.downloads import DownloadedFile
 from mergepipe_pipeline.remote.egress import coalesced
+from mergepipe_pipeline.remote.listing import RemoteFile
 from mergepipe_pipeline.remote.ranges import Pieces, Run
 from mergepipe_pipeline.remote.source import RemoteSource
 from mergepipe_pipeline.storage.source import FileRange
@@ -73,7 +74,7 @@ def test_in_whatever_order_a_file_is_read_its_bytes_are_right_and_asked_for_once
 def test_a_piece_that_was_on_its_way_when_a_lie_was_found_is_not_kept(tmp_path: Path) -> None:
     kept, lies = Pieces(tmp_path, 1 << 30), [True]
     data = bytes(DATA)
-    stated = StatedDigest(sha256_hex(data), len(data), new_hash)
+    stated = RemoteFile("f", len(data), "tag", sha256_hex(data))
 
     def fetch(start: int, stop: int) -> bytearray:
         if not lies:
