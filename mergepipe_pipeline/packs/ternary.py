@@ -65,27 +65,22 @@ def quantise(
     Adds ‖δ − δ̂‖² of each level to `residual_sq` [N_TIERS]. What is not finite becomes zero and
     makes residuals infinite.
     """
-    scratch = (
-        np.empty(_GROUP_ELEMS, np.float32),
-        np.empty(_GROUP_ELEMS, np.int32),
-        np.empty(_GROUP_ELEMS, np.uint16),
-    )
+    scratch = np.empty((3, _GROUP_ELEMS), np.float32), np.empty(_GROUP_ELEMS, np.uint16)
     # A lane for each element of a group: the sums have one order whatever the CPU.
     lanes = np.zeros((N_TIERS, _GROUP_ELEMS))
     n_tail, n_lost = len(delta) % _GROUP_ELEMS, 0
     for at in range(0, len(delta) - n_tail, _GROUP_ELEMS):
-        # Loops whose lengths are known have no ends to look after: they take half as long.
         some = slice(at, at + _GROUP_ELEMS)
-        part, whole, codes = (delta[some], near[some]), units[some], trits[:, at // PER_BYTE :]
-        n_lost += _quantise_group(
-            part, _GROUP_ELEMS, _GROUP_NBYTES, per_unit, step, whole, codes, lanes, scratch
-        )
-    at = len(delta) - n_tail
-    codes, width = trits[:, at // PER_BYTE :], -(-n_tail // PER_BYTE)
-    part = delta[at:], near[at:]
-    n_lost += _quantise_group(
-        part, n_tail, width, per_unit, step, units[at:], codes, lanes, scratch
-    )
+        part, codes = (delta[some], near[some], units[some]), trits[:, at // PER_BYTE :]
+        n_lost += _quantise_group(part, _GROUP_NBYTES, per_unit, step, codes, lanes, scratch)
+    if n_tail:  # filled up with zeros
+        at = len(delta) - n_tail
+        last, last_near = np.zeros(_GROUP_ELEMS, np.float32), np.zeros(_GROUP_ELEMS, np.int16)
+        last[:n_tail], last_near[:n_tail] = delta[at:], near[at:]
+        part, codes = (last, last_near, np.empty(_GROUP_ELEMS, np.int8)), trits[:, at // PER_BYTE :]
+        width = -(-n_tail // PER_BYTE)
+        n_lost += _quantise_group(part, width, per_unit, step, codes, lanes, scratch)
+        units[at:] = part[2][:n_tail]
     for tier in range(N_TIERS):
         for lane in range(_GROUP_ELEMS):
             residual_sq[tier] += lanes[tier, lane]
@@ -113,39 +108,37 @@ def left(delta: F32Array, near: I16Array, step: np.float32) -> float:
     return total if total == total else np.inf
 
 
+# Loops over arrays of their own, whose lengths are known, are vectorized. Numbers of steps are exact
+# as float32; integers of 32 bits would be turned into these at every tier.
 @numba.njit(inline="always")
 def _quantise_group(
-    part: Any,
-    m: Any,
-    width: Any,
-    per_unit: Any,
-    step: Any,
-    units: Any,
-    trits: Any,
-    lanes: Any,
-    scratch: Any,
+    part: Any, width: Any, per_unit: Any, step: Any, trits: Any, lanes: Any, scratch: Any
 ) -> Any:
-    """Encode m elements, whose bytes are `width`; how many of them are not finite."""
-    delta, near = part
-    rest, number, digits = scratch
-    n_lost = 0
-    for e in range(m):
+    """Encode a group, whose bytes are `width`; how many of its elements are not finite."""
+    delta, near_steps, units = part
+    (near, rest, number), digits = scratch
+    n_lost, in_steps = 0, np.float32(STEPS)
+    for e in range(_GROUP_ELEMS):
+        near[e] = np.float32(near_steps[e])
+    for e in range(_GROUP_ELEMS):
         n_lost += delta[e] - delta[e] != _ZERO  # infinite, or no number
-        whole, rest[e] = _in_units(delta[e] - np.float32(near[e]) * step, per_unit)
-        number[e] = np.int32(whole)
+        number[e], rest[e] = _in_units(delta[e] - near[e] * step, per_unit)
+    for e in range(_GROUP_ELEMS):
         units[e] = np.int8(number[e])
-    in_steps = np.int32(STEPS)
-    _add_residual(part, m, number, in_steps, step, lanes[0])
-    for tier in range(1, N_TIERS):
-        in_steps //= np.int32(3)
-        for e in range(m):
-            trit = _trit(rest[e])
-            rest[e] = (rest[e] - np.float32(trit)) * _THREE
-            number[e] = number[e] * np.int32(3) + trit
-            digits[e] = np.uint16(trit + 1)
-        digits[m:] = 1
-        _add_residual(part, m, number, in_steps, step, lanes[tier])
-        _join(digits, width, trits[tier - 1])
+    for tier in range(N_TIERS):
+        if tier:
+            in_steps = np.float32(in_steps / _THREE)
+            for e in range(_GROUP_ELEMS):
+                trit = np.float32(_trit(rest[e]))
+                rest[e] = (rest[e] - trit) * _THREE
+                number[e] = number[e] * _THREE + trit
+                digits[e] = np.uint16(np.int32(trit) + 1)
+            _join(digits, width, trits[tier - 1])
+        sums = lanes[tier]
+        for e in range(_GROUP_ELEMS):
+            told = (number[e] * in_steps + near[e]) * step
+            difference = np.float64(delta[e]) - np.float64(told)
+            sums[e] += difference * difference
     return n_lost
 
 
@@ -158,16 +151,6 @@ def _join(digits: Any, width: Any, out: Any) -> None:
             code = np.uint16(code * 3 + digits[i * width + j])
         # Out of 256, not of 243: then each trit is a product's upper byte.
         out[j] = np.uint8((np.uint32(code) * np.uint32(256) + 242) // np.uint32(243))
-
-
-@numba.njit(inline="always")
-def _add_residual(part: Any, m: Any, number: Any, in_steps: Any, step: Any, lanes: Any) -> None:
-    delta, near = part
-    for e in range(m):
-        if delta[e] - delta[e] == _ZERO:
-            near_delta = np.float32(number[e] * in_steps + np.int32(near[e])) * step
-            difference = np.float64(delta[e]) - np.float64(near_delta)
-            lanes[e] += difference * difference
 
 
 @cached_njit(nogil=True)
