@@ -121,30 +121,50 @@ def encode(
     _fill_codes(numbers, is_hidden, exponents, table_of, codes)
     divisors, at = _tables_of(codes[:n], n_tables, out)
     states, first = np.full(_LANES, _LEAST, np.uint64), _U64(len(words))
-    for back in range(n):  # what is decoded first is coded last
+    rest = _U64(n) - _U64(n) % _U64(_LANES)
+    for back in range(_U64(n) - rest):  # what is decoded first is coded last
         i = _U64(n - 1 - back)
-        code, lane = _U64(codes[i]), i % _U64(_LANES)
-        value = _VALUES[code & _U64(_SYMBOLS - 1)]
-        n_raw = value >> _U64(40)
-        raw = (_U64(numbers[i]) - value) & ((_ONE << n_raw) - _ONE)
-        state, n_low = states[lane], min(n_raw, _U64(_RAW))
-        if n_raw > n_low:
-            state, first = _pushed(state, _ONE << (_U64(63) - n_raw + n_low), words, first)
-            state = (state << (n_raw - n_low)) | (raw >> n_low)
-        inverse, packed = divisors[code, 0], divisors[code, 1]
-        frequency = packed & _U64(0xFFF)
-        most = frequency << (_U64(63) - n_low - _N_BITS)
-        state, first = _pushed(state, most, words, first)
-        state = (state << n_low) | (raw & ((_ONE << n_low) - _ONE))
-        # The quotient by the frequency; after Giesen, as a division takes as long as all the rest.
-        quotient = _high(state, inverse) >> (packed >> _U64(48))  # type: ignore[call-arg]
-        below = (packed >> _U64(12)) & _U64(0xFFFFF)
-        states[lane] = state + below + quotient * (_U64(_TOTAL) - frequency)
+        lane = i - rest
+        states[lane], first = _coded(states[lane], first, i, codes, numbers, divisors, words)
+    # Lanes by themselves stay in registers, as in `decode`.
+    x0, x1, x2, x3 = states[0], states[1], states[2], states[3]
+    i = rest
+    while i > _U64(0):
+        i -= _U64(_LANES)
+        x3, first = _coded(x3, first, i + _U64(3), codes, numbers, divisors, words)
+        x2, first = _coded(x2, first, i + _U64(2), codes, numbers, divisors, words)
+        x1, first = _coded(x1, first, i + _ONE, codes, numbers, divisors, words)
+        x0, first = _coded(x0, first, i, codes, numbers, divisors, words)
+    states[0], states[1], states[2], states[3] = x0, x1, x2, x3
     for state in states:
         at = _write(state, _STATE_NBYTES, out, at)
     nbytes = 4 * (len(words) - np.int64(first))
     out[at : at + nbytes] = words[first:].view(np.uint8)
     return int(at + nbytes)
+
+
+@numba.njit(inline="always")
+def _coded(
+    state: Any, first: Any, i: Any, codes: Any, numbers: Any, divisors: Any, words: Any
+) -> Any:
+    """Code number `i` of a lane; its next state, and where the words begin."""
+    code = _U64(codes[i])
+    inverse, packed = divisors[code, 0], divisors[code, 1]
+    most, value = divisors[code, 2], divisors[code, 3]
+    n_raw = value >> _U64(40)
+    raw = (_U64(numbers[i]) - value) & ((_ONE << n_raw) - _ONE)
+    n_low = n_raw
+    if _U64(numbers.dtype.type(-1)) > _U64(0xFFFF):  # known when it is compiled
+        n_low = min(n_raw, _U64(_RAW))
+        if n_raw > n_low:
+            state, first = _pushed(state, _ONE << (_U64(63) - n_raw + n_low), words, first)
+            state = (state << (n_raw - n_low)) | (raw >> n_low)
+    state, first = _pushed(state, most, words, first)
+    state = (state << n_low) | (raw & ((_ONE << n_low) - _ONE))
+    # The quotient by the frequency; after Giesen, as a division takes as long as all the rest.
+    quotient = _high(state, inverse) >> (packed >> _U64(48))  # type: ignore[call-arg]
+    below = (packed >> _U64(12)) & _U64(0xFFFFF)
+    return state + below + quotient * (_U64(_TOTAL) - (packed & _U64(0xFFF))), first
 
 
 @cached_njit(nogil=True)
@@ -261,26 +281,31 @@ def _own_tables(exponents: Any, table_of: Any, out: Any) -> Any:
 @numba.njit
 def _fill_codes(numbers: Any, is_hidden: Any, exponents: Any, table_of: Any, codes: Any) -> None:
     """Fill `codes` with the table and the symbol of each number."""
+    is_wide = _U64(numbers.dtype.type(-1)) > _U64(0xFFFF)  # known when it is compiled
     for i in range(len(numbers)):
         # Of a larger number the exponent and the mantissa's first two bits; of 8 it is 8.
-        bits = np.float64(numbers[i]).view(np.uint64)
-        symbol = (bits >> _U64(50)) - _U64(4096)
-        symbol = symbol if numbers[i] >> _SMALL else _U64(numbers[i])
-        symbol = _U64(_HIDDEN) if is_hidden[i] else symbol
-        codes[i] = _U64(table_of[exponents[i]]) * _U64(_SYMBOLS) + symbol
+        if is_wide:
+            symbol = np.uint32(np.float64(numbers[i]).view(np.uint64) >> _U64(50)) - np.uint32(4096)
+        else:
+            symbol = (np.float32(numbers[i]).view(np.uint32) >> np.uint32(21)) - np.uint32(512)
+        symbol = symbol if numbers[i] >> _SMALL else np.uint32(numbers[i])
+        codes[i] = np.uint32(_HIDDEN) if is_hidden[i] else symbol
+    for i in range(len(numbers)):  # apart, as the other loop is vectorized
+        codes[i] += table_of[exponents[i]] * np.uint16(_SYMBOLS)
 
 
 @numba.njit
 def _tables_of(codes: Any, n_tables: Any, out: Any) -> Any:
     """Write the tables; what divides by each code's frequency, and where the tables end.
 
-    [codes, 2]: the inverse; frequency, that of all symbols before it in 12 bits on, and from bit
-    48 on by how much a product with the inverse is shifted.
+    [codes, 4]: the inverse; frequency, that of all symbols before it in 12 bits on, and from bit
+    48 on by how much a product with the inverse is shifted; what a state is below before it; the
+    symbol's of `_VALUES`.
     """
     counts = np.zeros((4, n_tables * _SYMBOLS), np.int64)
     for i in range(len(codes)):
         counts[i & 3, codes[i]] += 1
-    divisors = np.zeros((n_tables * _SYMBOLS, 2), np.uint64)
+    divisors = np.zeros((n_tables * _SYMBOLS, 4), np.uint64)
     frequencies, most = np.zeros((n_tables, _SYMBOLS), np.int64), np.zeros(n_tables, np.int64)
     for t in range(n_tables):
         first = t * _SYMBOLS
@@ -295,7 +320,10 @@ def _tables_of(codes: Any, n_tables: Any, out: Any) -> Any:
             if frequency > 1:
                 inverse, offset = _inverse(frequency, shift), below
             packed = frequency | offset << 12 | max(0, shift - 1) << 48
-            divisors[first + s, 0], divisors[first + s, 1] = inverse, packed
+            n_low = min(_VALUES[s] >> _U64(40), _U64(_RAW))
+            most_state = _U64(frequency) << (_U64(63) - n_low - _N_BITS)
+            divisor = divisors[first + s]
+            divisor[0], divisor[1], divisor[2], divisor[3] = inverse, packed, most_state, _VALUES[s]
             below += frequency
     return divisors, _write_tables(frequencies, most, n_tables, out)
 

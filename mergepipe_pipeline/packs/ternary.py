@@ -108,8 +108,8 @@ def left(delta: F32Array, near: I16Array, step: np.float32) -> float:
     return total if total == total else np.inf
 
 
-# Loops over arrays of their own, whose lengths are known, are vectorized. Numbers of steps are exact
-# as float32; integers of 32 bits would be turned into these at every tier.
+# Loops over arrays of their own, whose lengths are known, are vectorized. Numbers of steps are
+# exact as float32; integers of 32 bits would be turned into these at every tier.
 @numba.njit(inline="always")
 def _quantise_group(
     part: Any, width: Any, per_unit: Any, step: Any, trits: Any, lanes: Any, scratch: Any
