@@ -83,6 +83,7 @@ class Regression:
             checkpoint = previous.get(model.name) or _as_merged(warehouse, model)
             # By name as well as by text, so that none of them is registered as the newest.
             checkpoints |= {model.text: checkpoint, model.name: checkpoint}
+        gone = {s.name for s in undone if s.previous is None}
         return plan_in_stages(
             warehouse,
             self.parsed,
@@ -90,7 +91,7 @@ class Regression:
             relative_to=self.folder,
             checkpoints=checkpoints,
             request=self.request,
-            left_out=tuple(sorted(s.name for s in undone if s.previous is None)),
+            left_out=tuple(sorted({*self.request.left_out, *gone})),
         )
 
 
