@@ -19,7 +19,6 @@ from mergepipe_pipeline.analysis.pass_windows import DeltaWindow, Family, GroupW
 from mergepipe_pipeline.arrays import F32Array, U8Array
 from mergepipe_pipeline.checkpoints.low_rank import AdapterUpdate, open_update
 from mergepipe_pipeline.checkpoints.reader import BlockReader, open_reader
-from mergepipe_pipeline.checkpoints.rows import BaseRow, ExpertRow
 from mergepipe_pipeline.checkpoints.stored import Verifiers, Verify, announce_stored
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import FreeList, Workers, lookahead
@@ -29,6 +28,7 @@ from mergepipe_pipeline.domain.view import TensorView, parts_of
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.operators.kernels.bits import subtract
 from mergepipe_pipeline.operators.kernels.kept_l1 import CHUNK_ELEMS
+from mergepipe_pipeline.packs.rows import BaseRow, ExpertRow
 from mergepipe_pipeline.storage.source import Reading
 from mergepipe_pipeline.storage.uncached import fits_page_cache
 

@@ -20,7 +20,6 @@ from typing import NoReturn
 import numpy as np
 
 from mergepipe_pipeline.arrays import F64Array, U8Array
-from mergepipe_pipeline.checkpoints.rows import BaseRow, ExpertRow
 from mergepipe_pipeline.concurrency.workers import FreeList, TaskQueue, Workers
 from mergepipe_pipeline.domain.blocks import clip
 from mergepipe_pipeline.domain.plan import ExpertInput, TensorTask
@@ -35,6 +34,7 @@ from mergepipe_pipeline.operators.kernels.kept_l1 import (
     l1_scale,
 )
 from mergepipe_pipeline.operators.steps.random import keep_below, stream_key
+from mergepipe_pipeline.packs.rows import BaseRow, ExpertRow
 from mergepipe_pipeline.storage.held import PIECE_NBYTES
 from mergepipe_pipeline.storage.page_buffer import PageBuffer
 from mergepipe_pipeline.storage.read_batch import ReadBatch

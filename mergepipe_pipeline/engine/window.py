@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import numpy as np
 
 from mergepipe_pipeline.arrays import F32Array, I64Array, U8Array
-from mergepipe_pipeline.checkpoints.rows import BaseRow, ExpertRow, verify_part
 from mergepipe_pipeline.checkpoints.stored import (
     Readers,
     Verify,
@@ -34,6 +33,7 @@ from mergepipe_pipeline.operators.kernels.bits import Stored, narrow
 from mergepipe_pipeline.operators.kernels.merge_tiles import ABSENT, STORED, TILE_ELEMS
 from mergepipe_pipeline.operators.steps.fused_kernel import FusedKernel, tiles_of
 from mergepipe_pipeline.packs.elements import PackedPart
+from mergepipe_pipeline.packs.rows import BaseRow, ExpertRow, verify_part
 from mergepipe_pipeline.packs.together import Placed, decode_together
 from mergepipe_pipeline.storage.page_buffer import PageBuffer
 from mergepipe_pipeline.storage.read_batch import ReadBatch

@@ -114,9 +114,10 @@ class Contents:
         """
         from mergepipe_pipeline.analysis.digests import digest_checkpoint
 
-        checkpoint, known = self._checkpoint, self._files.known()
+        checkpoint = self._checkpoint
         with self._progress.task(f"verify {checkpoint.name}", checkpoint.nbytes) as advance:
             taken = digest_checkpoint(checkpoint, advance)
+        known = self._files.known()
         for name, (segments,) in taken.items():
             try:
                 refuse_changed(known, checkpoint, name, segments.content)

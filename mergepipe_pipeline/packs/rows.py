@@ -1,5 +1,8 @@
 """One input's part of a window: bytes first, arithmetic later, perhaps in another thread.
 
+Only here a full checkpoint, a delta, an adapter, a re-indexed embedding or a part of a pack turns
+into δ or T. Where an element is not read, the expert equals the base.
+
 Rows may lie on another device than the bytes. Then the bytes are copied there as stored, are
 widened there, and must stay until the device is done with them.
 """
@@ -8,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mergepipe_pipeline.arrays import F32Array, U8Array, U16Array
+from mergepipe_pipeline.arrays import U8Array, U16Array
 from mergepipe_pipeline.checkpoints.low_rank import AdapterUpdate
 from mergepipe_pipeline.checkpoints.stored import Readers, Verify, read_stored, typed
 from mergepipe_pipeline.domain.blocks import Range, clip, coalesce
@@ -23,40 +26,8 @@ from mergepipe_pipeline.errors import CorruptionError, DamagedPackError
 if TYPE_CHECKING:
     import torch
 
+    from mergepipe_pipeline.packs.elements import PackedPart
     from mergepipe_pipeline.storage.read_batch import ReadBatch
-
-
-class DecodedPart(Protocol):
-    """Elements [start, stop) that come from a pack: the expert's, as it stores them, or a δ̂."""
-
-    @property
-    def root(self) -> str:
-        """The folder of the pack, which is named by its id."""
-        ...
-
-    @property
-    def start_elem(self) -> int: ...  # noqa: D102
-
-    @property
-    def stop_elem(self) -> int: ...  # noqa: D102
-
-    @property
-    def gives_bits(self) -> bool:
-        """Whether `fill` gives them, not `delta`."""
-        ...
-
-    @property
-    def is_expert(self) -> bool:
-        """Whether all that `fill` gives is the expert's."""
-        ...
-
-    def fill(self, out: memoryview, base: memoryview) -> None:
-        """Fill `out` with the stored bytes, given the base's."""
-        ...
-
-    def delta(self, out: F32Array) -> None:
-        """Fill `out`, float32 [stop − start], with δ̂."""
-        ...
 
 
 class ExpertRow:
@@ -82,13 +53,13 @@ class ExpertRow:
         self._update = update if read else None
         self._start = 0
         self._parts: tuple[Range, ...] = ()
-        self._approximate: list[DecodedPart] = []
+        self._approximate: list[PackedPart] = []
 
     def fetch(
         self,
         start_elem: int,
         stop_elem: int,
-        packed: Sequence[DecodedPart] = (),
+        packed: Sequence[PackedPart] = (),
         base: U8Array | None = None,
         batch: ReadBatch | None = None,
     ) -> None:
@@ -193,7 +164,7 @@ class ExpertRow:
         return raw[(a - self._start) * size : (b - self._start) * size]
 
 
-def verify_part(part: DecodedPart, out: U8Array, verify: Verify | None) -> None:
+def verify_part(part: PackedPart, out: U8Array, verify: Verify | None) -> None:
     """Verify what a part gave, where all of it is the expert's. Raises DamagedPackError."""
     if not verify or not part.is_expert:
         return

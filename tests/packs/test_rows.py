@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.checkpoints.low_rank import AdapterUpdate, open_update
-from mergepipe_pipeline.checkpoints.rows import BaseRow, ExpertRow
 from mergepipe_pipeline.domain.blocks import Range, coalesce
 from mergepipe_pipeline.domain.plan import ExpertInput
 from mergepipe_pipeline.domain.view import TensorView, view_of
 from mergepipe_pipeline.dtypes import itemsize
+from mergepipe_pipeline.packs.rows import BaseRow, ExpertRow
 from tests.checkpoints.readers import CountingReader, opened
 from tests.support.kinds import KINDS, Kind, Kinds, make_kinds, random_cuts
 from tests.support.stored import Floats, decode, encode, low_rank_of, write
