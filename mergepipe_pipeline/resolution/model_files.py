@@ -86,12 +86,8 @@ def side_of(
     template = template_of(recipe, models)
     files = None if tokenizer_files is None else dict(tokenizer_files)
     if recipe.chat_template is not None:
-        tokenizers = [
-            ModelTokenizer(m.name, tokenizer_files_of(m), 0, {}, ())
-            for m in models
-            if not m.is_partial
-        ]
-        text = chat_template(recipe.chat_template, tokenizers)
+        whole = ((m.name, tokenizer_files_of(m)) for m in models if not m.is_partial)
+        text = chat_template(recipe.chat_template, whole)
         if text is not None:
             own = tokenizer_files_of(models[template]) if files is None else files
             files = with_chat_template(own, text)
@@ -334,7 +330,7 @@ def _described(checkpoint: Checkpoint) -> dict[str, Any]:
     tokenizer = read_tokenizer(checkpoint.name, files, 1 << 62)
     return {
         "vocabulary": tokenizer.vocab,
-        "chat template": chat_template_of(tokenizer),
+        "chat template": chat_template_of(files, checkpoint.name),
         "end tokens": json_object(files, GENERATION, checkpoint.name).get("eos_token_id"),
     }
 
@@ -390,10 +386,10 @@ def _ending(
     if recipe.chat_template is None:
         return source, False
     files = {name: b64decode(text) for name, text in side.files or ()}
-    text = chat_template_of(ModelTokenizer("output", files, 0, {}, ()))
+    text = chat_template_of(files, "output")
     for m in dict.fromkeys((source, side.template, *range(len(models)))):
-        own = ModelTokenizer(models[m].name, tokenizer_files_of(models[m]), 0, {}, ())
-        if (chat_template_of(own) or "").strip() == (text or "").strip():
+        own = chat_template_of(tokenizer_files_of(models[m]), models[m].name)
+        if (own or "").strip() == (text or "").strip():
             return m, False
     return source, recipe.chat_template in BUILT_IN
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,119 +39,109 @@ class ModelRows:
     mean_rows: NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """The vocabulary of rows: output `tokens` (token to row), of `n_rows`, and the models'.
+class TokenSource(NamedTuple):
+    """A model as a source of rows: token to row, of `n_rows`; `name` is how messages call it."""
 
-    `models` holds per model token to own row, `n_model_rows` the rows of its embedding, `names` how
-    messages call it. `base` gives rows before a mean is taken.
+    name: str
+    n_rows: int
+    tokens: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class TokenizerBuild:
+    """The output's tokenizer files, vocabulary (token to row), and embedding rows per model.
+
+    `n_rows` is the number of rows of the output's embedding, padding included. `models` are those
+    of the recipe; `base` gives rows before a mean is taken, and `rules`, by token, say otherwise.
+    `warnings` are sentences.
     """
 
-    tokens: Mapping[str, int]
+    files: dict[str, bytes]
+    vocab: dict[str, int]
     n_rows: int
-    models: tuple[Mapping[str, int], ...]
-    n_model_rows: tuple[int, ...]
-    names: tuple[str, ...]
+    models: tuple[TokenSource, ...]
     base: int | None
     rules: Mapping[str, TokenRule]
+    warnings: tuple[str, ...]
 
+    @cached_property
+    def rows(self) -> tuple[ModelRows, ...]:
+        """Rows for each model of the recipe. Raises RecipeError as `rows_among`."""
+        return self.rows_among(range(len(self.models)))
 
-def model_rows(vocabulary: Vocabulary, among: Sequence[int]) -> tuple[ModelRows, ...]:
-    """Rows for each model of `among` (in that order), with no other model as a source.
+    def rows_among(self, among: Sequence[int]) -> tuple[ModelRows, ...]:
+        """Rows for an embedding to which only these models (numbers) contribute, in that order.
 
-    Raises RecipeError for a rule that names a model not among these, a token that its model lacks,
-    or a row outside its embedding.
-    """
-    own = {m: np.full(vocabulary.n_rows, -1, dtype=np.int64) for m in among}
-    patches: dict[int, dict[int, Pairs]] = {m: {} for m in among}
-    unnamed = np.ones(vocabulary.n_rows, dtype=np.bool_)
-    for token, row in vocabulary.tokens.items():
-        unnamed[row] = False
-        rule = vocabulary.rules.get(token)
-        explicit = None if rule is None else _explicit(vocabulary, rule, among)
-        have = [(m, vocabulary.models[m][token]) for m in among if token in vocabulary.models[m]]
-        forced = rule is not None and rule.force
-        if not forced:
-            for m, own_row in have:
-                own[m][row] = own_row
-            if len(have) == len(among):
-                continue
-        pairs = _default(have, vocabulary.base) if explicit is None else explicit
-        for m in among:
-            if forced or token not in vocabulary.models[m]:
-                patches[m][row] = pairs
-    mean_rows = np.flatnonzero(unnamed).astype(np.int64)
-    return tuple(ModelRows(own[m], patches[m], mean_rows) for m in among)
+        A token that none of them has is zeros even if another model of the recipe has it. Raises
+        RecipeError for a rule that names a model not among these, a token that its model lacks, or
+        a row outside its embedding.
+        """
+        own = {m: np.full(self.n_rows, -1, dtype=np.int64) for m in among}
+        patches: dict[int, dict[int, Pairs]] = {m: {} for m in among}
+        unnamed = np.ones(self.n_rows, dtype=np.bool_)
+        tokens = {m: self.models[m].tokens for m in among}
+        for token, row in self.vocab.items():
+            unnamed[row] = False
+            rule = self.rules.get(token)
+            explicit = None if rule is None else self._explicit(rule, among)
+            have = [(m, tokens[m][token]) for m in among if token in tokens[m]]
+            forced = rule is not None and rule.force
+            if not forced:
+                for m, own_row in have:
+                    own[m][row] = own_row
+                if len(have) == len(among):
+                    continue
+            pairs = _default(have, self.base) if explicit is None else explicit
+            for m in among:
+                if forced or token not in tokens[m]:
+                    patches[m][row] = pairs
+        mean_rows = np.flatnonzero(unnamed).astype(np.int64)
+        return tuple(ModelRows(own[m], patches[m], mean_rows) for m in among)
+
+    def _explicit(self, rule: TokenRule, among: Sequence[int]) -> Pairs | None:
+        """The source that a rule names; None for the default."""
+        if rule.kind == "default":
+            return None
+        if rule.kind == "zero":
+            return ()
+        where = f"tokenizer, tokens, {rule.token!r}"
+        if rule.model is None or rule.model not in among:
+            raise RecipeError(
+                "A token's row is to come from a model that has no part in the embedding",
+                where=where,
+                expected="one of " + ", ".join(self.models[m].name for m in among),
+                found="no model" if rule.model is None else self.models[rule.model].name,
+                next_step="name one of the merged models as the token's source",
+            )
+        name, n_rows, tokens = self.models[rule.model]
+        if rule.kind == "model_token" and rule.of_id is not None:
+            if not 0 <= rule.of_id < n_rows:
+                raise RecipeError(
+                    "A token's row is outside the embedding that it is to come from",
+                    where=f"{where}, token_id",
+                    expected=f"0 to {n_rows - 1} in {name}",
+                    found=str(rule.of_id),
+                    next_step="correct token_id",
+                )
+            return ((rule.model, rule.of_id),)
+        token = rule.token if rule.kind == "model" or rule.of_token is None else rule.of_token
+        row = tokens.get(token)
+        if row is None:
+            owners = [model.name for model in self.models if token in model.tokens]
+            raise RecipeError(
+                "A token's row is to come from a model that lacks the token",
+                where=where,
+                expected=f"{token!r} with a row in {name}",
+                found="it in " + ", ".join(owners) if owners else "it in no model",
+                next_step="name another model, a token that it has, or {kind: zero}",
+            )
+        return ((rule.model, row),)
 
 
 def _default(have: Sequence[tuple[int, int]], base: int | None) -> Pairs:
     """The source without a rule: the base if it has the token, else the mean of all that have."""
     of_base = tuple(pair for pair in have if pair[0] == base)
     return of_base or tuple(have)
-
-
-def _explicit(vocabulary: Vocabulary, rule: TokenRule, among: Sequence[int]) -> Pairs | None:
-    """The source that a rule names; None for the default."""
-    if rule.kind == "default":
-        return None
-    if rule.kind == "zero":
-        return ()
-    where = f"tokenizer, tokens, {rule.token!r}"
-    if rule.model is None or rule.model not in among:
-        raise RecipeError(
-            "A token's row is to come from a model that has no part in the embedding",
-            where=where,
-            expected="one of " + ", ".join(vocabulary.names[m] for m in among),
-            found="no model" if rule.model is None else vocabulary.names[rule.model],
-            next_step="name one of the merged models as the token's source",
-        )
-    name, n_rows = vocabulary.names[rule.model], vocabulary.n_model_rows[rule.model]
-    if rule.kind == "model_token" and rule.of_id is not None:
-        if not 0 <= rule.of_id < n_rows:
-            raise RecipeError(
-                "A token's row is outside the embedding that it is to come from",
-                where=f"{where}, token_id",
-                expected=f"0 to {n_rows - 1} in {name}",
-                found=str(rule.of_id),
-                next_step="correct token_id",
-            )
-        return ((rule.model, rule.of_id),)
-    token = rule.token if rule.kind == "model" or rule.of_token is None else rule.of_token
-    row = vocabulary.models[rule.model].get(token)
-    if row is None:
-        owners = [n for n, v in zip(vocabulary.names, vocabulary.models, strict=True) if token in v]
-        raise RecipeError(
-            "A token's row is to come from a model that lacks the token",
-            where=where,
-            expected=f"{token!r} with a row in {name}",
-            found="it in " + ", ".join(owners) if owners else "it in no model",
-            next_step="name another model, a token that it has, or {kind: zero}",
-        )
-    return ((rule.model, row),)
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizerBuild:
-    """The output's tokenizer files, vocabulary (token to id), and embedding rows per model.
-
-    `n_rows` is the number of rows of the output's embedding, padding included. `rows` has one entry
-    per model of the recipe. `warnings` are sentences.
-    """
-
-    files: dict[str, bytes]
-    vocab: dict[str, int]
-    n_rows: int
-    rows: tuple[ModelRows, ...]
-    warnings: tuple[str, ...]
-    vocabulary: Vocabulary
-
-    def rows_among(self, models: Sequence[int]) -> tuple[ModelRows, ...]:
-        """Rows for an embedding to which only these models (numbers) contribute, in that order.
-
-        A token that none of them has is zeros even if another model of the recipe has it. Raises
-        RecipeError if a token's rule names another model.
-        """
-        return model_rows(self.vocabulary, models)
 
 
 def build_tokenizer(
@@ -180,23 +172,17 @@ def build_tokenizer(
     vocab = {**plain, **{t.content: t.id for t in added.values()}}
     multiple = recipe.pad_to_multiple_of or 1
     n_rows = -(-(max(vocab.values(), default=-1) + 1) // multiple) * multiple
-    vocabulary = Vocabulary(
-        vocab,
-        n_rows,
-        tuple(m.vocab_in_rows for m in tokenizers),
-        tuple(m.n_rows for m in tokenizers),
-        tuple(m.name for m in tokenizers),
-        base,
-        _by_token(recipe.tokens),
-    )
-    return TokenizerBuild(
+    build = TokenizerBuild(
         output_files(source, plain, tuple(added.values())),
         vocab,
         n_rows,
-        model_rows(vocabulary, range(len(tokenizers))),
+        tuple(TokenSource(m.name, m.n_rows, m.vocab_in_rows) for m in tokenizers),
+        base,
+        _by_token(recipe.tokens),
         tuple(_warnings(models, models[lead].name)),
-        vocabulary,
     )
+    _ = build.rows  # a rule that cannot be followed is refused here
+    return build
 
 
 def _borrowed(model: ModelTokenizer, lead: ModelTokenizer) -> ModelTokenizer:

@@ -8,18 +8,13 @@ prompt formats, in Jinja as transformers renders it (trim_blocks and lstrip_bloc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from typing import Any
 
 from mergepipe_pipeline.errors import CheckpointError
 from mergepipe_pipeline.storage.json_text import json_bytes
-from mergepipe_pipeline.tokenizer.model_tokenizer import (
-    CONFIG,
-    TEMPLATE,
-    ModelTokenizer,
-    json_object,
-)
+from mergepipe_pipeline.tokenizer.model_tokenizer import CONFIG, TEMPLATE, json_object
 
 #: Templates by name, each a file: Stanford Alpaca's prompt (later turns repeat the headings),
 #: OpenAI's ChatML, Meta's Llama 3 without tools, Mistral 7B Instruct (the system text goes before
@@ -40,35 +35,35 @@ def built_in(name: str) -> str:
     return (folder / f"{name}.jinja").read_text(encoding="utf-8")
 
 
-def chat_template(text: str, models: Sequence[ModelTokenizer]) -> str | None:
-    """The Jinja text that a recipe's `chat_template` means.
+def chat_template(text: str, models: Iterable[tuple[str, Mapping[str, bytes]]]) -> str | None:
+    """The Jinja text that a recipe's `chat_template` means; `models` by name, with their files.
 
     "auto": the most frequent among the models, the earlier one of equals, None if no model has one.
     Else the name of a built-in template, or a template. Source: mergekit 0.1.5 (SEMANTICS.md 3.1).
     """
     if text == "auto":
-        templates = [t.strip() for m in models if (t := template_of(m))]
+        templates = [t.strip() for name, own in models if (t := template_of(own, name))]
         return Counter(templates).most_common(1)[0][0] if templates else None
     return built_in(text) if text in BUILT_IN else text
 
 
-def template_of(model: ModelTokenizer) -> str | None:
-    """The model's own (default) chat template; chat_template.jinja goes before the configuration.
+def template_of(own: Mapping[str, bytes], name: str) -> str | None:
+    """The (default) chat template in a model's files; the file of its own goes before the others.
 
     Raises CheckpointError if a file is damaged.
     """
-    if TEMPLATE in model.files:
+    if TEMPLATE in own:
         try:
-            return model.files[TEMPLATE].decode() or None
+            return own[TEMPLATE].decode() or None
         except UnicodeDecodeError as error:
             raise CheckpointError(
                 "A chat template cannot be read",
-                where=f"{model.name}/{TEMPLATE}",
+                where=f"{name}/{TEMPLATE}",
                 expected="UTF-8 text",
                 found=str(error),
                 next_step="copy the model's tokenizer files again, or name a template",
             ) from error
-    stated: Any = json_object(model.files, CONFIG, model.name).get("chat_template")
+    stated: Any = json_object(own, CONFIG, name).get("chat_template")
     if isinstance(stated, list):
         named = [e for e in stated if isinstance(e, dict) and e.get("name") == "default"]
         stated = named[-1].get("template") if named else None

@@ -54,28 +54,32 @@ def model(**config: Any) -> ModelTokenizer:
     return words("m", {"x": 0}, **config)
 
 
+def auto(*models: ModelTokenizer) -> str | None:
+    return chat_template("auto", [(m.name, m.files) for m in models])
+
+
 def test_auto_takes_the_most_frequent_template_and_the_earlier_of_equals() -> None:
     jinja = read_tokenizer("j", {"chat_template.jinja": b"{{ 2 }}\n"}, 1)
     named = [{"name": "tool", "template": "{{ 9 }}"}, {"name": "default", "template": "{{ 2 }}"}]
     one, two, none = model(chat_template="{{ 1 }}"), model(chat_template=named), model()
-    assert chat_template("auto", [none, one, two]) == "{{ 1 }}"
-    assert chat_template("auto", [one, two, jinja]) == "{{ 2 }}"
-    assert chat_template("auto", [none]) is None
+    assert auto(none, one, two) == "{{ 1 }}"
+    assert auto(one, two, jinja) == "{{ 2 }}"
+    assert auto(none) is None
     assert chat_template("auto", []) is None
 
 
 def test_a_jinja_file_goes_before_the_configuration() -> None:
     both = {**model(chat_template="{{ 1 }}").files, "chat_template.jinja": b"{{ 2 }}"}
-    assert chat_template("auto", [read_tokenizer("m", both, 1)]) == "{{ 2 }}"
+    assert auto(read_tokenizer("m", both, 1)) == "{{ 2 }}"
     with pytest.raises(CheckpointError, match="chat template cannot be read"):
-        chat_template("auto", [read_tokenizer("m", {"chat_template.jinja": b"\xff"}, 1)])
+        auto(read_tokenizer("m", {"chat_template.jinja": b"\xff"}, 1))
 
 
 @pytest.mark.parametrize(
     "stated", [[{"name": [], "template": "x"}], [1], {"default": 1}, {"default": {}}, 5, [[]]]
 )
 def test_a_stated_template_of_another_kind_is_none(stated: object) -> None:
-    assert template_of(model(chat_template=stated)) is None
+    assert template_of(model(chat_template=stated).files, "m") is None
 
 
 def test_a_text_of_twenty_characters_with_a_brace_is_a_template() -> None:
