@@ -9,18 +9,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from io import BufferedReader
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mergepipe_pipeline.arrays import U8Array
-from mergepipe_pipeline.checkpoints.header import LENGTH_NBYTES, header_nbytes, parse_header
 from mergepipe_pipeline.checkpoints.reader import BlockReader
 from mergepipe_pipeline.digest import CHECKSUM_NBYTES, segment_checksums
 from mergepipe_pipeline.domain.blocks import Range, coalesce
-from mergepipe_pipeline.domain.checkpoint import TensorEntry
 from mergepipe_pipeline.domain.segments import KnownSegments, Segments
 from mergepipe_pipeline.domain.view import Part, TensorView, view_of_part
 from mergepipe_pipeline.dtypes import TORCH_NAME, itemsize
@@ -263,20 +259,6 @@ _LEAST = {
     "F8_E5M2": ("u1", 0x7C),
     "F8_E4M3": ("u1", 0x7F),
 }
-_WINDOW_NBYTES = 1 << 19
-
-
-def non_finite(path: Path) -> dict[str, int]:
-    """Tensor name to the number of NaN and infinite elements, for tensors that have any.
-
-    Raises CheckpointError if the file is not valid safetensors.
-    """
-    with path.open("rb") as file:
-        size, first8 = path.stat().st_size, file.read(LENGTH_NBYTES)
-        raw = file.read(header_nbytes(first8, size, str(path)))
-        entries, _ = parse_header(raw, size, str(path))
-        counts = {t.name: _count(file, t) for t in entries if t.dtype in _LEAST}
-    return {name: count for name, count in counts.items() if count}
 
 
 def count_non_finite(raw: U8Array, dtype: str) -> int:
@@ -291,14 +273,3 @@ def count_non_finite(raw: U8Array, dtype: str) -> int:
     if int(signed.max()) < least and int(bits.max()) < sign | least:
         return 0
     return int(np.count_nonzero((bits & bits.dtype.type(sign - 1)) >= least))
-
-
-def _count(file: BufferedReader, tensor: TensorEntry) -> int:
-    buffer = np.empty(min(tensor.nbytes, _WINDOW_NBYTES), np.uint8)
-    n_non_finite = 0
-    file.seek(tensor.start_byte)
-    for start in range(0, tensor.nbytes, _WINDOW_NBYTES):
-        window = buffer[: tensor.nbytes - start]
-        file.readinto(window.data)
-        n_non_finite += count_non_finite(window, tensor.dtype)
-    return n_non_finite

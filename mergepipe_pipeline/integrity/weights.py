@@ -9,28 +9,26 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.checkpoints.stored import count_non_finite
-from mergepipe_pipeline.checkpoints.stored import non_finite as non_finite_of_file
-from mergepipe_pipeline.domain.checkpoint import TensorEntry
+from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.domain.plan import MergePlan, TensorTask
 from mergepipe_pipeline.domain.snapshot import Snapshot
 from mergepipe_pipeline.domain.view import Part
-from mergepipe_pipeline.dtypes import LARGEST, TORCH_NAME
+from mergepipe_pipeline.dtypes import FLOATING, LARGEST, TORCH_NAME
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.remote.address import is_address
 from mergepipe_pipeline.snapshots.commit import Checked, verify_snapshot
 from mergepipe_pipeline.storage.forms import keep_record, kept_record
-from mergepipe_pipeline.storage.source import open_source
+from mergepipe_pipeline.storage.source import RangedFiles, open_source
 from mergepipe_pipeline.text import listed
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: A multiple of every element's size.
-_PIECE_NBYTES = 4 << 20
+_PIECE_NBYTES = 1 << 19
 
 
 def non_finite_inputs(plan: MergePlan, tensors: Collection[str]) -> list[str]:
@@ -49,8 +47,8 @@ def non_finite_inputs(plan: MergePlan, tensors: Collection[str]) -> list[str]:
     for number, entry in parts:
         source = plan.sources[number]
         if source.name not in names and not is_address(source.root):
-            with suppress(MergePipeError, OSError):
-                if _holds(source.root, entry):
+            with suppress(MergePipeError, OSError), open_source(source.root, "exact") as files:
+                if any(_counts(files, entry)):
                     names[source.name] = None
     return list(names)
 
@@ -61,14 +59,14 @@ def _parts(task: TensorTask) -> Iterator[Part]:
         yield from view.low_rank.parts if view.low_rank else ()
 
 
-def _holds(root: str, entry: TensorEntry) -> bool:
-    with open_source(root, "exact") as files:
-        for start in range(0, entry.nbytes, _PIECE_NBYTES):
-            raw = np.empty(min(_PIECE_NBYTES, entry.nbytes - start), np.uint8)
-            files.read_into(entry.file, entry.start_byte + start, raw.data)
-            if count_non_finite(raw, entry.dtype):
-                return True
-    return False
+def _counts(files: RangedFiles, entry: TensorEntry) -> Iterator[int]:
+    """How many elements are NaN or infinite, in piece after piece of a tensor."""
+    nbytes = entry.nbytes if entry.dtype in FLOATING else 0
+    buffer = np.empty(min(nbytes, _PIECE_NBYTES), np.uint8)
+    for start in range(0, nbytes, _PIECE_NBYTES):
+        raw = buffer[: nbytes - start]
+        files.read_into(entry.file, entry.start_byte + start, raw.data)
+        yield count_non_finite(raw, entry.dtype)
 
 
 #: Tensors that a warning names.
@@ -115,7 +113,7 @@ def audit_snapshot(
         snapshot.snapshot_id,
         verification.files,
         verification.nbytes,
-        non_finite(snapshot),
+        non_finite(open_checkpoint(snapshot.path, snapshot.snapshot_id[:12])),
         began_ns,
     )
     keep_record(warehouse.audit_path(recipe), audit)
@@ -149,16 +147,11 @@ def is_over_budget(plan: MergePlan) -> bool:
     return e.budget_bytes is not None and e.expert_bytes_planned > e.budget_bytes
 
 
-def non_finite(snapshot: Snapshot) -> dict[str, int]:
-    """Tensor name to the number of NaN and infinite elements, for tensors that have any.
-
-    Opens the snapshot as any other checkpoint, so headers and index are audited on the way.
-    """
-    checkpoint = open_checkpoint(snapshot.path, snapshot.snapshot_id[:12])
-    counts: dict[str, int] = {}
-    for file in checkpoint.files:
-        counts |= non_finite_of_file(Path(checkpoint.root) / file.path)
-    return counts
+def non_finite(checkpoint: Checkpoint) -> dict[str, int]:
+    """Tensor name to the number of NaN and infinite elements, for tensors that have any."""
+    with open_source(checkpoint.root) as files:
+        counts = {t.name: sum(_counts(files, t)) for t in checkpoint.tensors}
+    return {name: count for name, count in counts.items() if count}
 
 
 def non_finite_warning(counts: dict[str, int], plan: MergePlan) -> tuple[str, ...]:
