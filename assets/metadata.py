@@ -205,7 +205,7 @@ def stages_metadata(file: RecipeFile) -> Mapping[str, Any]:
     return {"stages": table(("stage", "method", "models"), rows)}
 
 
-def _bytes_metadata(cost: Realised | LayerOutcome) -> dict[str, float]:
+def _bytes_metadata(cost: Realised) -> dict[str, float]:
     return {
         "expert GiB read": gib(cost.expert_bytes_read),
         "base GiB read": gib(cost.base_bytes_read),
@@ -236,7 +236,7 @@ def shard_metadata(
         "shard": f"{shard.number} of {shard.count}",
         "layers": ", ".join(shard.layers) or "none",
         "planned GiB": gib(shard.nbytes),
-        **merge_metadata(Realised.of(done), seconds),
+        **merge_metadata(Realised.total(x.cost for x in done), seconds),
         "peak GiB of memory": gib(held_nbytes),
     }
 
@@ -274,8 +274,8 @@ def layer_metadata(plan: MergePlan, layer: LayerTask, done: LayerOutcome) -> Map
         "tensors": len(layer.tasks),
         "operators": ", ".join(f"{name}: {n}" for name, n in sorted(operators.items())),
         "made from": in_one_line(", ".join(_origins(plan, layer))),
-        **_bytes_metadata(done),
-        "seconds to merge": round(done.wall_s, 3),
+        **_bytes_metadata(done.cost),
+        "seconds to merge": round(done.cost.layers_s, 3),
         "object SHA-256": done.stored.sha256,
     }
 

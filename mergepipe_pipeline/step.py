@@ -43,7 +43,7 @@ def _merge(pipes: PipesContext) -> None:
     count = len(task.shard.layers)
     for number, done in enumerate(merge_shard(Warehouse.at(home), task), 1):
         pipes.report_custom_message(layer_message(done))
-        how = "reused" if done.reused else f"merged in {done.wall_s:.1f} s"
+        how = "reused" if done.reused else f"merged in {done.cost.layers_s:.1f} s"
         pipes.log.info(f"{done.name}, {number} of {count}: {how}")
 
 

@@ -78,7 +78,7 @@ def run_recorded(
     worker = f"{platform.node()}:{os.getpid()}"
     for done in run_layers(warehouse, plan, layers, options=options):
         if not done.reused or _kept(warehouse, recipe, plan, done.name) is None:
-            cost, held = Realised.of([done]), peak_nbytes()
+            cost, held = Realised.total([done.cost]), peak_nbytes()
             record = LayerRecord(plan.plan_id, shard, worker, held, cost)
             keep_record(_path(warehouse, recipe, done.name), record)
         yield done

@@ -31,33 +31,12 @@ def rounding_error(objects: Iterable[StoredObject]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerOutcome:
-    """One layer: reused from the action cache, or what it cost to run, in bytes and seconds.
+class Realised:
+    """The cost of running layers, in bytes and seconds; reused layers cost nothing.
 
     Of the workers' time, added up over threads, `read_s` went to reading and `arithmetic_s` is the
     rest; `write_s` is what one thread spent on coding, hashing and writing. `sum_bytes_read` are of
     kept sums; those that are kept count as written.
-    """
-
-    name: str
-    layer_key: str
-    stored: StoredObject
-    reused: bool = False
-    expert_bytes_read: int = 0
-    base_bytes_read: int = 0
-    wall_s: float = 0.0
-    bytes_written: int = 0
-    read_s: float = 0.0
-    arithmetic_s: float = 0.0
-    write_s: float = 0.0
-    sum_bytes_read: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Realised:
-    """The cost of running layers, in bytes and seconds; reused layers cost nothing.
-
-    `read_s` and `arithmetic_s` are added up over threads, `write_s` is one thread's.
     """
 
     expert_bytes_read: Size
@@ -78,29 +57,25 @@ class Realised:
         return read + self.bytes_written
 
     @staticmethod
-    def of(layers: Iterable[LayerOutcome]) -> Realised:
-        """The sum over layers."""
-        return Realised.total(
-            Realised(
-                x.expert_bytes_read,
-                x.base_bytes_read,
-                x.bytes_written,
-                int(not x.reused),
-                int(x.reused),
-                x.wall_s,
-                x.read_s,
-                x.arithmetic_s,
-                x.write_s,
-                x.sum_bytes_read,
-            )
-            for x in layers
-        )
-
-    @staticmethod
     def total(costs: Iterable[Realised]) -> Realised:
         """The sum of costs."""
         rows = map(astuple, (Realised(0, 0, 0, 0, 0, 0.0), *costs))
         return Realised(*(round(sum(column), 3) for column in zip(*rows, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerOutcome:
+    """One layer that was run or reused from the action cache, and what that cost."""
+
+    name: str
+    layer_key: str
+    stored: StoredObject
+    cost: Realised
+
+    @property
+    def reused(self) -> bool:
+        """Whether it was there before."""
+        return self.cost.layers_reused > 0
 
 
 @dataclass(frozen=True, slots=True)

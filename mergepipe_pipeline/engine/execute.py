@@ -26,7 +26,7 @@ from mergepipe_pipeline.checkpoints.stored import count_non_finite
 from mergepipe_pipeline.checkpoints.writer import ShardWriter
 from mergepipe_pipeline.concurrency.threads import READING, single_threaded_torch
 from mergepipe_pipeline.concurrency.workers import FreeList, Workers, lookahead
-from mergepipe_pipeline.domain.outcome import LayerOutcome, StoredObject
+from mergepipe_pipeline.domain.outcome import LayerOutcome, Realised, StoredObject
 from mergepipe_pipeline.domain.plan import LayerTask, MergePlan, TensorTask
 from mergepipe_pipeline.domain.segments import KnownSegments
 from mergepipe_pipeline.dtypes import itemsize
@@ -142,19 +142,19 @@ class LayerRunner:
             stored = StoredObject(sha256, nbytes, writer.prefix_digests, counts, coding.sq_error)
             kept_nbytes = sum(s.finish() for s in sums)
         self._verify(layer, read)
-        return LayerOutcome(
-            layer.name,
-            layer.layer_key,
-            stored,
+        cost = Realised(
             expert_bytes_read=read.expert_nbytes,
             base_bytes_read=read.base_nbytes,
-            wall_s=time.monotonic() - started,
             bytes_written=nbytes + kept_nbytes,
+            layers_executed=1,
+            layers_reused=0,
+            layers_s=time.monotonic() - started,
             read_s=read.read_s,
             arithmetic_s=max(0.0, took_s - read.read_s),
             write_s=write_s,
             sum_bytes_read=sums_read,
         )
+        return LayerOutcome(layer.name, layer.layer_key, stored, cost)
 
     def _verify(self, layer: LayerTask, read: Read) -> None:
         """Raise where an input changed meanwhile, or other bytes were read than planned."""

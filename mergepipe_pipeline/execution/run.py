@@ -181,7 +181,7 @@ def run_plan(
         outcomes = list(
             run_layers(warehouse, plan, options=options, progress=progress, fresh=fresh)
         )
-        realised, merging_s = Realised.of(outcomes), time.monotonic() - started
+        realised, merging_s = Realised.total(x.cost for x in outcomes), time.monotonic() - started
         times = Times(started - start.at_s, merging_s, start.downloaded)
         made = {layer.name for layer in outcomes if not layer.reused}
         done = commit(warehouse, plan, realised, times, is_stage=is_stage, made=made)
@@ -290,7 +290,8 @@ def _merged(
                 if stored is None:
                     outcomes.put(next(executed))
                 else:
-                    reused = LayerOutcome(layer.name, layer.layer_key, stored, reused=True)
+                    nothing = Realised(0, 0, 0, layers_executed=0, layers_reused=1, layers_s=0.0)
+                    reused = LayerOutcome(layer.name, layer.layer_key, stored, nothing)
                     outcomes.put_result(reused)
                 yield from outcomes.ready(_WAITING)
         except Exception:

@@ -60,7 +60,7 @@ def test_an_expert_of_any_kind_is_merged_as_numpy_says(
     file, result = run(plan, tmp_path)
     wanted = oracles.ORACLES[operator](case_of(kinds, plan, [name]))
     np.testing.assert_array_equal(values_in(file), wanted)
-    assert result.expert_bytes_read == kinds.experts[name].view.nbytes
+    assert result.cost.expert_bytes_read == kinds.experts[name].view.nbytes
 
 
 @pytest.mark.parametrize("operator", ["task_arithmetic", "ties", "linear"])
@@ -87,7 +87,7 @@ def test_outside_what_is_read_experts_equal_the_base(
     for window_elems in (777, 4096, None):
         file, result = run(plan, tmp_path, EngineOptions(window_elems=window_elems, threads=2))
         np.testing.assert_array_equal(values_in(file), wanted)
-        assert result.expert_bytes_read == plan.layers[0].expert_bytes_planned
+        assert result.cost.expert_bytes_read == plan.layers[0].expert_bytes_planned
 
 
 #: Operators with every scope, space and sparsifier; numbers that round, so that order would show.
@@ -156,12 +156,12 @@ def test_factors_whose_products_round_give_the_same_bits_in_any_windows(
 
 def test_values_that_cover_everything_leave_the_base_unread(kinds: Kinds, tmp_path: Path) -> None:
     plan = merged(kinds, ["full", "gathered"], "linear")
-    assert run(plan, tmp_path)[1].base_bytes_read == 0
+    assert run(plan, tmp_path)[1].cost.base_bytes_read == 0
     alone = merged(kinds, ["full", "gathered"], "linear", base=False)
     assert run(alone, tmp_path)[1].stored.sha256 == run(plan, tmp_path)[1].stored.sha256
     part = merged(kinds, ["full", "gathered"], "linear", reads=[None, ((0, 4096),)])
     file, result = run(part, tmp_path, EngineOptions(window_elems=4096, threads=2))
-    assert result.base_bytes_read == kinds.base.nbytes - 2 * 4096
+    assert result.cost.base_bytes_read == kinds.base.nbytes - 2 * 4096
     wanted = oracles.linear(case_of(kinds, part, ["full", "gathered"]))
     np.testing.assert_array_equal(values_in(file), wanted)
 
@@ -174,7 +174,7 @@ def test_a_merge_that_reads_nothing_is_the_base_s_own_bytes(
     plan = merged(kinds, names, operator, reads=[(), ()], out_dtype="BF16")
     file, result = run(plan, tmp_path)
     assert file.read_bytes().endswith(Path(kinds.base.checkpoint.root).read_bytes()[-30000:])
-    assert (result.expert_bytes_read, result.base_bytes_read) == (0, 30000)
+    assert (result.cost.expert_bytes_read, result.cost.base_bytes_read) == (0, 30000)
 
 
 @pytest.mark.parametrize("out_dtype", ["F32", "BF16", "F16"])
@@ -189,7 +189,7 @@ def test_a_copy_has_the_values_of_its_view(
     dtype = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}[out_dtype]
     values = torch.from_numpy(kinds.values + kind.delta).to(dtype).float()
     np.testing.assert_array_equal(values_in(file), values.numpy())
-    assert (result.expert_bytes_read, result.base_bytes_read) == (0, kind.view.nbytes)
+    assert (result.cost.expert_bytes_read, result.cost.base_bytes_read) == (0, kind.view.nbytes)
 
 
 def test_integers_and_empty_tensors_are_copied_byte_for_byte(kinds: Kinds, tmp_path: Path) -> None:
@@ -222,8 +222,8 @@ def test_a_result_names_the_file_s_bytes_and_every_tensor_s_end(
     assert result.stored.tensors[0][1] == hashlib.sha256(data[: -task.out_nbytes]).hexdigest()
     assert result.stored.tensors[1][1] == result.stored.sha256
     assert sum(done) == 2 * task.out_nbytes
-    assert result.expert_bytes_read == 2 * kinds.experts["full"].view.nbytes
-    assert result.wall_s >= 0
+    assert result.cost.expert_bytes_read == 2 * kinds.experts["full"].view.nbytes
+    assert result.cost.layers_s >= 0
 
 
 def test_layers_of_one_plan_share_readers_and_count_their_own_bytes(
@@ -237,8 +237,8 @@ def test_layers_of_one_plan_share_readers_and_count_their_own_bytes(
     with LayerRunner(replace(plan, layers=tuple(layers)), options) as runner:
         results = list(runner.run_all([(layer, tmp_path / layer.name) for layer in layers]))
     low, full = (kinds.experts[name].view.nbytes for name in ("low rank", "full"))
-    assert [r.expert_bytes_read for r in results] == [low, low + full, low]
-    assert {r.base_bytes_read for r in results} == {kinds.base.views["w"].nbytes}
+    assert [r.cost.expert_bytes_read for r in results] == [low, low + full, low]
+    assert {r.cost.base_bytes_read for r in results} == {kinds.base.views["w"].nbytes}
     assert results[0].stored.sha256 == results[2].stored.sha256 != results[1].stored.sha256
 
 

@@ -69,7 +69,7 @@ def digest(plan: MergePlan, folder: Path, options: EngineOptions) -> tuple[str, 
     file = folder / f"{len(list(folder.iterdir()))}.safetensors"
     with LayerRunner(plan, options) as runner:
         result = runner.run(plan.layers[0], file)
-    return result.stored.sha256, result.expert_bytes_read
+    return result.stored.sha256, result.cost.expert_bytes_read
 
 
 @pytest.mark.parametrize("operator", ["breadcrumbs", "breadcrumbs_ties"])

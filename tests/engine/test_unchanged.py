@@ -82,8 +82,8 @@ def test_what_is_passed_through_has_the_bytes_that_the_operator_would_give(
             through = run(plan, Path(tmp, "old"), window_elems)
         assert Path(tmp, "new").read_bytes().endswith(raw)
     assert result.stored.sha256 == through.stored.sha256
-    assert result.expert_bytes_read == through.expert_bytes_read == len(raw)
-    assert result.base_bytes_read == 0
+    assert result.cost.expert_bytes_read == through.cost.expert_bytes_read == len(raw)
+    assert result.cost.base_bytes_read == 0
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -115,7 +115,7 @@ def test_a_view_of_several_tensors_is_passed_through_as_far_as_it_is_read(
     result = run(plan, tmp_path / "out", window_elems=4096)
     wanted = oracles.ORACLES["passthrough"](case_of(kinds, plan, names))
     np.testing.assert_array_equal(values_in(tmp_path / "out"), wanted)
-    assert result.expert_bytes_read == plan.layers[0].expert_bytes_planned
+    assert result.cost.expert_bytes_read == plan.layers[0].expert_bytes_planned
 
 
 @pytest.mark.parametrize("window_elems", [None, 8, 1000])
@@ -166,6 +166,6 @@ def test_base_and_expert_bytes_are_read_once_and_counted_apart(
     plan = plan_of(model.checkpoints, [one, copied(model.views["w"], "v")])
     with tensor_reads() as reads:
         result = run(plan, tmp_path / "out", window_elems)
-    assert (result.expert_bytes_read, result.base_bytes_read) == (400, 400)
+    assert (result.cost.expert_bytes_read, result.cost.base_bytes_read) == (400, 400)
     assert sum(reads.values()) == 800
     assert (tmp_path / "out").read_bytes().endswith(2 * raw)
