@@ -184,44 +184,6 @@ def _top_bin(peaks: Peaks) -> int:
     return top if top < _BF16_INFINITY else BINS - 1
 
 
-@cached_njit(nogil=True)
-def count_in_bin(delta: F32Array, bin_: int, counts: U32Array) -> None:
-    """Count, by the lower bits of |δ|, the elements of `delta` [n] in bin `bin_` of the histogram.
-
-    Adds to `counts`, uint32 [2**HIST_SHIFT].
-    """
-    for start in range(0, len(delta), CHUNK_ELEMS):
-        _count_in_bin(delta[start : start + CHUNK_ELEMS], bin_, counts)
-
-
-@cached_njit(nogil=True)
-def count_in_bin_bfloat16(
-    expert: U16Array,
-    base: U16Array,
-    bin_: int,
-    counts: U32Array,
-) -> None:
-    """Count in a bin δ = expert − base of bfloat16 elements by their bits, uint16 [n]."""
-    delta = np.zeros(CHUNK_ELEMS, np.float32)
-    for start in range(0, len(expert), CHUNK_ELEMS):
-        stop = min(start + CHUNK_ELEMS, len(expert))
-        subtract(expert[start:stop], base[start:stop], delta)
-        _count_in_bin(delta[: stop - start], bin_, counts)
-
-
-@cached_njit(nogil=True)
-def _count_in_bin(delta: F32Array, bin_: int, counts: U32Array) -> None:
-    # Gathered without a branch first: a bin holds a few elements in a hundred, at no fixed places.
-    bits, low = delta.view(np.uint32), np.empty(CHUNK_ELEMS, np.uint32)
-    number, n_low = np.uint32(bin_), 0
-    for i in range(len(bits)):
-        size = bits[i] & np.uint32(0x7FFFFFFF)
-        low[n_low] = size & np.uint32((1 << HIST_SHIFT) - 1)
-        n_low += (size >> np.uint32(HIST_SHIFT)) == number
-    for i in range(n_low):
-        counts[low[i]] += 1
-
-
 def sample_elems(key: np.uint64, grid: BlockGrid, start_elem: int, stop_elem: int) -> I64Array:
     """Which elements of the blocks in [start_elem, stop_elem) are kept: int64 [blocks, 64].
 

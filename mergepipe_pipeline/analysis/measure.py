@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from mergepipe_pipeline.analysis.order import Histogram, InBin, bits_at, in_bin, keep_largest
+from mergepipe_pipeline.analysis.order import Histogram, bits_at, keep_largest
 from mergepipe_pipeline.analysis.pass_windows import GroupWindow
 from mergepipe_pipeline.analysis.stream import WindowReader
 from mergepipe_pipeline.arrays import U32Array
@@ -100,9 +100,6 @@ class _Scores:
             return work(window.start_elem, score.view(np.uint32))
 
         return _windows(self.reader, self.tensor, of, self.progress, only)
-
-    def in_bin(self, bin_: int) -> Iterator[InBin]:
-        return self.map(lambda _, bits: in_bin(bits, bin_))
 
 
 def _windows(

@@ -25,6 +25,8 @@ KEEP_NONE = TrimRule(0x7F800000, 0)
 KEEP_ALL = TrimRule(0, 0)
 
 _LOW = (1 << HIST_SHIFT) - 1
+#: Scores that are looked at together: they fit the CPU's cache.
+_PART = 1 << 15
 _BINS = 1 << (32 - HIST_SHIFT - 1)
 
 
@@ -44,10 +46,6 @@ class Scores(Protocol):
 
     def map(self, work: Callable[[int, U32Array], T], only: int | None = None) -> Iterator[T]:
         """`work(start_elem, bits)` for each window in order, or for the one numbered `only`."""
-        ...
-
-    def in_bin(self, bin_: int) -> Iterator[InBin]:
-        """For each window in order, what of it lies in a bin of the histogram."""
         ...
 
 
@@ -75,7 +73,7 @@ def keep_largest(scores: Scores, histogram: Histogram, keep: int) -> TrimRule:
     if keep >= int(histogram.counts.sum()):
         return TrimRule(0, 1 << 62)
     bin_, above = from_top(histogram.bins, histogram.counts, keep)
-    windows = list(scores.in_bin(bin_))
+    windows = _in_bin(scores, bin_)
     values, totals = _totals(windows)
     low, above_low = from_top(values, totals, keep - above)
     bits = (bin_ << HIST_SHIFT) | low
@@ -95,7 +93,7 @@ def bits_at(scores: Scores, histogram: Histogram, rank: int) -> int:
     """The bits of the score at 0-based ascending `rank`."""
     keep = int(histogram.counts.sum()) - rank
     bin_, above = from_top(histogram.bins, histogram.counts, keep)
-    values, totals = _totals(list(scores.in_bin(bin_)))
+    values, totals = _totals(_in_bin(scores, bin_))
     low, _ = from_top(values, totals, keep - above)
     return (bin_ << HIST_SHIFT) | low
 
@@ -115,10 +113,16 @@ def from_top(values: I64Array, counts: I64Array, keep: int) -> tuple[int, int]:
     return int(values[::-1][at]), int(cumulative[at] - counts[::-1][at])
 
 
-def in_bin(bits: U32Array, bin_: int) -> InBin:
-    """Return what of a window's scores lies in a bin."""
-    low, counts = np.unique(bits[(bits >> HIST_SHIFT) == bin_] & _LOW, return_counts=True)
-    return InBin(low.astype(np.uint16), counts.astype(np.uint32))
+def _in_bin(scores: Scores, bin_: int) -> list[InBin]:
+    """For each window in order, what of it lies in a bin of the histogram."""
+
+    def count(_: int, bits: U32Array) -> InBin:
+        parts = np.split(bits, range(_PART, len(bits), _PART))
+        inside = np.concatenate([part[part >> HIST_SHIFT == bin_] for part in parts])
+        low, counts = np.unique(inside & _LOW, return_counts=True)
+        return InBin(low.astype(np.uint16), counts.astype(np.uint32))
+
+    return list(scores.map(count))
 
 
 def _high_counts(bits: U32Array) -> I64Array:

@@ -12,15 +12,14 @@ from typing import TypeVar
 import numpy as np
 
 from mergepipe_pipeline.analysis.cuts import plain_rule
-from mergepipe_pipeline.analysis.kernels import count_in_bin, count_in_bin_bfloat16
-from mergepipe_pipeline.analysis.order import Histogram, InBin, keep_largest
+from mergepipe_pipeline.analysis.order import Histogram, keep_largest
 from mergepipe_pipeline.analysis.pass_windows import DeltaWindow
 from mergepipe_pipeline.analysis.stream import WindowReader
 from mergepipe_pipeline.arrays import U32Array
 from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.domain.plan import TrimRule
 from mergepipe_pipeline.domain.segments import KnownSegments
-from mergepipe_pipeline.domain.stats import HIST_SHIFT, TensorStats
+from mergepipe_pipeline.domain.stats import TensorStats
 from mergepipe_pipeline.domain.view import TensorView, moved
 
 Pair = tuple[str, str]
@@ -68,29 +67,9 @@ class _Magnitudes:
 
     def map(self, work: Callable[[int, U32Array], T], only: int | None = None) -> Iterator[T]:
         def of(window: DeltaWindow) -> tuple[T, int]:
-            bits = np.abs(window.values).view(np.uint32)
+            bits = np.abs(window.values, out=window.values).view(np.uint32)
             return work(window.start_elem, bits), len(window.expert_raw)
 
-        return self._windows(of, only)
-
-    def in_bin(self, bin_: int) -> Iterator[InBin]:
-        def of(window: DeltaWindow) -> tuple[InBin, int]:
-            counts = np.zeros(1 << HIST_SHIFT, np.uint32)
-            if window.dtype == "BF16":
-                expert = np.frombuffer(window.expert_raw, np.uint16)
-                count_in_bin_bfloat16(
-                    expert, np.frombuffer(window.base_raw, np.uint16), bin_, counts
-                )
-            else:
-                count_in_bin(window.values, bin_, counts)
-            low = np.flatnonzero(counts)
-            return InBin(low.astype(np.uint16), counts[low]), len(window.expert_raw)
-
-        return self._windows(of)
-
-    def _windows(
-        self, of: Callable[[DeltaWindow], tuple[T, int]], only: int | None = None
-    ) -> Iterator[T]:
         for of_window, nbytes in self._reader.deltas(self._expert, self._base, of, only=only):
             if self._progress:
                 self._progress(nbytes)

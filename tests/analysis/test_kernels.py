@@ -12,15 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.analysis.kernels import (
-    count_in_bin,
-    count_in_bin_bfloat16,
     describe,
     describe_bfloat16,
 )
 from mergepipe_pipeline.analysis.magnitudes import room_for
-from mergepipe_pipeline.analysis.order import in_bin
 from mergepipe_pipeline.domain.blocks import BlockGrid
-from mergepipe_pipeline.domain.stats import HIST_SHIFT, Magnitudes
+from mergepipe_pipeline.domain.stats import Magnitudes
 from mergepipe_pipeline.operators.kernels.kept_l1 import CHUNK_ELEMS
 from tests.support.stored import Floats
 
@@ -127,21 +124,3 @@ def test_chunks_of_equal_bits_that_are_not_finite_are_not_taken_for_equal(value:
     found = run(describe_bfloat16, 5000, bits, bits)
     assert found.counts.tolist() == [0, 1]
     assert np.isnan(found.peaks).tolist() == [False, True]
-
-
-@given(seed=st.integers(0, 2**32), n=st.sampled_from(LENGTHS))
-def test_what_lies_in_a_bin_is_counted_by_its_lower_bits(seed: int, n: int) -> None:
-    rng = np.random.default_rng(seed)
-    stored = rng.integers(0, 2**16, (2, n)).astype(np.uint16)
-    stored &= 0xBFFF  # finite numbers, so that no δ is infinite
-    below, above = (stored.astype(np.uint32) << 16).view(np.float32)
-    delta = above - below
-    bits = np.abs(delta).view(np.uint32)
-    bin_ = int(rng.choice(bits >> HIST_SHIFT)) if n else 5
-    wanted = in_bin(bits, bin_)
-    of_delta, of_stored = np.zeros((2, 1 << HIST_SHIFT), np.uint32)
-    count_in_bin(delta, bin_, of_delta)
-    count_in_bin_bfloat16(stored[1], stored[0], bin_, of_stored)
-    for counts in (of_delta, of_stored):
-        np.testing.assert_array_equal(np.flatnonzero(counts), wanted.low)
-        np.testing.assert_array_equal(counts[wanted.low], wanted.counts)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe_pipeline.analysis.order import Histogram, InBin, bits_at, in_bin, keep_largest
+from mergepipe_pipeline.analysis.order import Histogram, bits_at, keep_largest
 from mergepipe_pipeline.arrays import U32Array
 from mergepipe_pipeline.domain.plan import TrimRule
 from tests.support.oracles import largest
@@ -32,9 +32,6 @@ class Windows:
         starts = range(0, len(self.values), self.length)
         for start in starts if only is None else starts[only : only + 1]:
             yield work(start, self.values[start : start + self.length].view(np.uint32))
-
-    def in_bin(self, bin_: int) -> Iterator[InBin]:
-        return self.map(lambda _, bits: in_bin(bits, bin_))
 
 
 @st.composite

@@ -15,11 +15,9 @@ import numba
 import numpy as np
 from numba.core.dispatcher import Dispatcher
 
-from mergepipe_pipeline.analysis.kernels import count_in_bin_bfloat16
 from mergepipe_pipeline.checkpoints.codes import decode_run, decode_run_bfloat16, small_float
 from mergepipe_pipeline.checkpoints.fp8_blocks import code_rows
 from mergepipe_pipeline.demo.kernels import SIGNATURES, parsed
-from mergepipe_pipeline.domain.stats import HIST_SHIFT
 from tests.house.kernel_merges import merge_all
 
 
@@ -42,8 +40,6 @@ def call_all() -> None:
     """Call every kernel that merges call, and those that a tiny family does not need."""
     with TemporaryDirectory(prefix="mergepipe-kernels-") as folder:
         merge_all(Path(folder))
-    read = np.frombuffer(bytes(16), np.uint16)  # few cuts fall among many alike
-    count_in_bin_bfloat16(read, read, 0, np.zeros(1 << HIST_SHIFT, np.uint32))
     values, codes = np.zeros((1, 1), np.float32), np.zeros((1, 1), np.uint8)
     code_rows(values, codes, np.zeros(1, np.float32))
     sizes, table = np.ones(7, np.int64), np.zeros(256, np.float32)
