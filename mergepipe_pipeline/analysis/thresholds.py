@@ -1,6 +1,6 @@
 """Exact trim thresholds of experts' deltas: which elements a sparsifier by magnitude keeps.
 
-From a pass over tensors whose magnitudes are not listed (else: `cuts`). The catalog's
+From a pass over tensors whose magnitudes are not listed (else: `order.open_rule`). The catalog's
 histogram of |δ| saves the first pass. TIES: https://arxiv.org/abs/2306.01708.
 """
 
@@ -11,8 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from mergepipe_pipeline.analysis.cuts import plain_rule
-from mergepipe_pipeline.analysis.order import Histogram, keep_largest
+from mergepipe_pipeline.analysis.order import Histogram, keep_largest, plain_rule
 from mergepipe_pipeline.analysis.pass_windows import DeltaWindow
 from mergepipe_pipeline.analysis.stream import WindowReader
 from mergepipe_pipeline.arrays import U32Array

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from mergepipe_pipeline.arrays import U8Array
+from mergepipe_pipeline.checkpoints.fp8_blocks import BlockCoder
 from mergepipe_pipeline.checkpoints.header import tensor_order
 from mergepipe_pipeline.checkpoints.stored import count_non_finite
 from mergepipe_pipeline.checkpoints.writer import ShardWriter
@@ -30,7 +33,6 @@ from mergepipe_pipeline.domain.outcome import LayerOutcome, Realised, StoredObje
 from mergepipe_pipeline.domain.plan import LayerTask, MergePlan, TensorTask
 from mergepipe_pipeline.domain.segments import KnownSegments
 from mergepipe_pipeline.dtypes import itemsize
-from mergepipe_pipeline.engine.coding import Coding
 from mergepipe_pipeline.engine.jobs import Job
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.engine.rescale import RescalePrepass
@@ -114,7 +116,7 @@ class LayerRunner:
         started = time.monotonic()
         read, took_s, write_s, sums_read = Read(), 0.0, 0.0, 0
         non_finite: Counter[str] = Counter()
-        described, coding = [d for t in layer.tasks for d in t.stored], Coding(layer.tasks)
+        described, coding = [d for t in layer.tasks for d in t.stored], _Coding(layer.tasks)
         kept_for = {self._sums[t.name].plan_id for t in layer.tasks if t.name in self._sums}
         shard = ShardWriter(path, described, {"format": "pt"}, coding.names)
         with shard as writer, ExitStack() as stack:
@@ -235,6 +237,33 @@ class LayerRunner:
             took_s=time.perf_counter() - began + window.read.read_s,
             last=last,
         )
+
+
+class _Coding:
+    """Codes those tensors of a layer whose tasks say so; others pass as they are."""
+
+    def __init__(self, tasks: Iterable[TensorTask]) -> None:
+        self._shapes = {t.name: t.shape for t in tasks if t.is_coded}
+        self._coder: BlockCoder | None = None
+        #: Σ (w − what its code means)² of the tensors that are whole.
+        self.sq_error = 0.0
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The tensors that are coded."""
+        return frozenset(self._shapes)
+
+    def pieces(self, tensor: str, out: U8Array, *, is_last: bool) -> Iterator[U8Array]:
+        """The bytes to write once a window of a tensor is done; after its last one, the scales."""
+        if tensor not in self._shapes:
+            yield out
+            return
+        coder = self._coder = self._coder or BlockCoder(self._shapes[tensor])
+        yield from coder.codes(out.view(np.float32))
+        if is_last:
+            yield coder.scales
+            self.sq_error += coder.sq_error
+            self._coder = None
 
 
 def _in_file_order(layer: LayerTask) -> list[TensorTask]:

@@ -191,7 +191,7 @@ class AnalysedExpert:
 
     def _listed(self, keeps: Mapping[Sparsified, int]) -> Iterator[tuple[Sparsified, TrimRule]]:
         """The rules that follow from what the catalog knows. Reads no weight."""
-        from mergepipe_pipeline.analysis.cuts import open_rule, plain_rule
+        from mergepipe_pipeline.analysis.order import open_rule, plain_rule
 
         open_rules: dict[Pair, list[Sparsified]] = {}
         for s, keep in keeps.items():

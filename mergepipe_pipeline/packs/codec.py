@@ -28,8 +28,7 @@ from mergepipe_pipeline.packs.exact import (
     predict_bf16,
     restore,
 )
-from mergepipe_pipeline.packs.frames import Frames, Places, as_array, refuse, to_frame
-from mergepipe_pipeline.packs.unpacked import contents_of
+from mergepipe_pipeline.packs.frames import Frames, Places, as_array, contents_of, refuse, to_frame
 
 #: The types of elements that a pack has levels of, as NumPy has their bits.
 BITS_OF: Mapping[str, type[np.unsignedinteger]] = {

@@ -1,4 +1,4 @@
-"""The frame of a chunk in an approximate tier's file, as it is or compressed.
+"""The frame of a chunk in an approximate tier's file, as it is or compressed, and its content.
 
 A frame whose length is that of its content is stored as it is. A shorter one is a zstd frame, which
 its first bytes show, or pairs. A decoder allocates by the chunk's length alone, never by what a
@@ -7,6 +7,8 @@ frame says.
 Pairs are for almost only zeros: two bytes for each byte that is none. The first says how many
 elements it lies after the one before, the second is the byte; a longer distance than 255 takes
 pairs of 255 and zero first.
+
+The contents of all frames of a window are found at once: Python makes only one call of zstd.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn
+from itertools import pairwise
+from typing import Any, NamedTuple, NoReturn
 
+import numba
 import numpy as np
 import zstandard
 
@@ -23,6 +27,7 @@ from mergepipe_pipeline.arrays import I64Array, U8Array
 from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TIERS, Tier
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.jit import cached_njit
+from mergepipe_pipeline.storage.compiled_reads import memcpy
 
 #: Neighbouring deltas have nothing in common: all but long runs repeat by chance. So zstd looks for
 #: a few matches of seven bytes and more; with short ones, as at level 1, frames are 1 to 10 %
@@ -38,6 +43,11 @@ _PARAMETERS = zstandard.ZstdCompressionParameters(
     write_checksum=False,
 )
 _MAGIC = bytes(zstandard.FRAME_HEADER)
+_MAGIC_WORD = np.uint32(int.from_bytes(_MAGIC, "little"))
+_LENGTH_NBYTES = 4
+#: The place of a frame that is not there: the front of the unpacked bytes, where the decoder puts
+#: the content of such a frame.
+ABSENT = -1
 #: Pairs take at most this part of a content's length: zstd is shorter from there on.
 _SPARSE = 8
 #: The longest distance of a pair.
@@ -45,10 +55,11 @@ _FAR = 255
 
 
 class _Zstd(threading.local):
-    """A thread's compressor, which is for one thread."""
+    """A thread's compressor and decompressor, which are for one thread."""
 
     def __init__(self) -> None:
         self.compress = zstandard.ZstdCompressor(compression_params=_PARAMETERS).compress
+        self.decompress = zstandard.ZstdDecompressor().multi_decompress_to_buffer
 
 
 _zstd = _Zstd()
@@ -156,3 +167,123 @@ def from_pairs(pairs: U8Array, out: U8Array) -> bool:
         if pairs[at + 1]:
             out[e] = pairs[at + 1]
     return len(pairs) % 2 == 0
+
+
+def contents_of(
+    raw: U8Array, starts: I64Array, nbytes: I64Array, sizes: I64Array, unpacked: U8Array, at: int
+) -> tuple[I64Array, int]:
+    """Where the contents of frames lie, in the shape of `starts`, and where `unpacked` is free.
+
+    Args:
+        raw: what frames lie in.
+        starts: where, int64 of any shape.
+        nbytes: their bytes in the same shape; 0 for a frame that is absent.
+        sizes: the bytes of their contents.
+        unpacked: has room for all contents from `at` on. A place p there is given as ~p.
+        at: where the buffer begins.
+
+    Raises CorruptionError.
+    """
+    places, zipped = np.empty(starts.size, np.int64), np.empty(starts.size, np.int64)
+    shape = starts.shape
+    starts, nbytes, sizes = (np.ascontiguousarray(x).reshape(-1) for x in (starts, nbytes, sizes))
+    stop, n_zipped, bad = _locate(raw, starts, nbytes, sizes, unpacked, at, places, zipped)
+    if bad >= 0:
+        refuse(f"a frame of {sizes[bad]} bytes, or pairs for them", f"{nbytes[bad]} others")
+    if n_zipped:
+        of = zipped[:n_zipped]
+        _decompress(raw, starts[of], nbytes[of], sizes[of], unpacked, ~places[of])
+    return places.reshape(shape), stop
+
+
+@numba.njit(inline="always")
+def content_at(raw: Any, unpacked: Any, place: Any) -> Any:
+    """The array that a place is in, and where in it."""
+    return (raw, np.uint64(place)) if place >= 0 else (unpacked, np.uint64(~place))
+
+
+@cached_njit(nogil=True)
+def _locate(
+    raw: U8Array,
+    starts: I64Array,
+    nbytes: I64Array,
+    sizes: I64Array,
+    unpacked: U8Array,
+    at: int,
+    places: I64Array,
+    zipped: I64Array,
+) -> tuple[int, int, int]:
+    """Fill in the places of contents, and unpack pairs.
+
+    Gives where `unpacked` is free, how many frames zstd has to unpack, whose numbers `zipped`
+    gets, and the first frame that makes no sense, or −1.
+    """
+    n_zipped = 0
+    for s in range(len(starts)):
+        start, n, size = starts[s], nbytes[s], sizes[s]
+        if n == 0:
+            places[s] = ABSENT
+        elif n == size:
+            places[s] = start
+        elif n > size:
+            return at, n_zipped, s
+        else:
+            places[s] = ~at
+            if n >= _LENGTH_NBYTES and _word(raw, start) == _MAGIC_WORD:
+                zipped[n_zipped] = s
+                n_zipped += 1
+            elif not from_pairs(raw[start : start + n], unpacked[at : at + size]):
+                return at, n_zipped, s
+            at += size
+    return at, n_zipped, -1
+
+
+@numba.njit(inline="always")
+def _word(raw: Any, at: Any) -> Any:
+    """Four bytes as a little-endian number."""
+    word = np.uint32(0)
+    for i in range(4):
+        word |= np.uint32(raw[at + i]) << np.uint32(8 * i)
+    return word
+
+
+def _addresses(segments: Any) -> I64Array:
+    """Where the segments that zstd gave lie: in a few buffers, each of which begins at offset 0."""
+    addresses = np.array([segments[i].offset for i in range(len(segments))])
+    starts = np.flatnonzero(addresses == 0)
+    for a, b in pairwise([*starts.tolist(), len(segments)]):
+        addresses[a:b] += np.frombuffer(segments[a], np.uint8).__array_interface__["data"][0]
+    return addresses
+
+
+@cached_njit(nogil=True)
+def _scatter(addresses: I64Array, sizes: I64Array, out: U8Array, places: I64Array) -> None:
+    """Copy from addresses to places in `out`."""
+    for i in range(len(sizes)):
+        to = np.uint64(out.ctypes.data) + np.uint64(places[i])
+        memcpy(to, np.uint64(addresses[i]), np.uint64(sizes[i]))
+
+
+def _decompress(
+    raw: U8Array,
+    starts: I64Array,
+    nbytes: I64Array,
+    sizes: I64Array,
+    out: U8Array,
+    places: I64Array,
+) -> None:
+    """Put the contents of zstd frames into `out`: one call, which leaves Python alone once."""
+    segments = np.stack([starts, nbytes], axis=1).astype(np.uint64)
+    try:
+        compressed = zstandard.BufferWithSegments(raw, segments)  # type: ignore[arg-type]
+        # zstd would allocate the stated sizes.
+        size_of: Any = zstandard.frame_content_size
+        stated = [size_of(compressed[i]) for i in range(len(starts))]
+        if stated == sizes.tolist():
+            expected = sizes.astype(np.uint64).data
+            contents = _zstd.decompress(compressed, decompressed_sizes=expected, threads=0)
+            _scatter(_addresses(contents), sizes, out, places)
+            return
+    except zstandard.ZstdError as error:
+        refuse("compressed frames", str(error))
+    refuse(f"frames of {sizes.tolist()[:4]} bytes", f"of {stated[:4]}")

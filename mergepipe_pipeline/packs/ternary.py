@@ -20,7 +20,7 @@ import numpy.typing as npt
 from mergepipe_pipeline.arrays import F32Array, F64Array, I16Array, I64Array, U8Array, U32Array
 from mergepipe_pipeline.domain.pack import STEPPED, TIERS
 from mergepipe_pipeline.jit import cached_njit
-from mergepipe_pipeline.packs.unpacked import ABSENT, content_at
+from mergepipe_pipeline.packs.frames import ABSENT, content_at
 
 #: Tiers there are: L0 and those of trits.
 N_TIERS = len(STEPPED)

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe_pipeline.analysis.cuts import open_rule, plain_rule
-from mergepipe_pipeline.analysis.order import KEEP_ALL, KEEP_NONE
+from mergepipe_pipeline.analysis.order import KEEP_ALL, KEEP_NONE, open_rule, plain_rule
 from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.domain.plan import TrimRule
 from mergepipe_pipeline.domain.stats import TensorStats

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mergepipe_pipeline.analysis import cuts, scales
+from mergepipe_pipeline.analysis import order, scales
 from mergepipe_pipeline.catalog.pairs import PairFacts
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_plan
@@ -122,7 +122,7 @@ def test_thresholds_are_found_again_on_their_own_grid_only(
         for block_elems in (4096, 8192)
     }
     assert merged[4096] == merged[8192]
-    monkeypatch.setattr(cuts, "open_rule", None)
+    monkeypatch.setattr(order, "open_rule", None)
     for block_elems in (4096, 8192):
         plan = make_plan(home, raw, block_elems=block_elems)
         rules = [e.trim for lay in plan.layers for task in lay.tasks for e in task.experts]

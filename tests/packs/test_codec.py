@@ -34,9 +34,8 @@ from mergepipe_pipeline.packs.codec import (
     predict,
     unit_of,
 )
-from mergepipe_pipeline.packs.frames import Frames, to_frame
+from mergepipe_pipeline.packs.frames import Frames, contents_of, to_frame
 from mergepipe_pipeline.packs.ternary import quantised, step_of
-from mergepipe_pipeline.packs.unpacked import contents_of
 from tests.packs.approximate import decode_approximate, quantised_at
 
 Bits = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
