@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mergepipe_pipeline.analysis.pass_windows import GroupWindow
-from mergepipe_pipeline.analysis.stream import WINDOW_ELEMS, WindowReader
+from mergepipe_pipeline.analysis.stream import WINDOW_ELEMS, GroupWindow, WindowReader
 from mergepipe_pipeline.checkpoints.reader import open_reader
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.view import TensorView

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from mergepipe_pipeline.analysis.order import Histogram, bits_at, keep_largest
-from mergepipe_pipeline.analysis.pass_windows import GroupWindow
-from mergepipe_pipeline.analysis.stream import WindowReader
+from mergepipe_pipeline.analysis.stream import GroupWindow, WindowReader
 from mergepipe_pipeline.arrays import U32Array
 from mergepipe_pipeline.domain.checkpoint import Checkpoint
 from mergepipe_pipeline.domain.plan import TensorTask

@@ -14,8 +14,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from mergepipe_pipeline.analysis.pass_windows import DeltaWindow
-from mergepipe_pipeline.analysis.stream import WindowReader
+from mergepipe_pipeline.analysis.stream import DeltaWindow, WindowReader
 from mergepipe_pipeline.arrays import F32Array
 from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.domain.operator import Fact

@@ -20,8 +20,7 @@ from mergepipe_pipeline.analysis.kernels import (
     sample_elems,
 )
 from mergepipe_pipeline.analysis.magnitudes import BINS, room_for
-from mergepipe_pipeline.analysis.pass_windows import DeltaWindow, Family
-from mergepipe_pipeline.analysis.stream import WINDOW_ELEMS, WindowReader
+from mergepipe_pipeline.analysis.stream import WINDOW_ELEMS, DeltaWindow, Family, WindowReader
 from mergepipe_pipeline.arrays import F32Array, F64Array, I64Array, U16Array
 from mergepipe_pipeline.digest import segment_digests, sha256_hex
 from mergepipe_pipeline.domain.blocks import BlockGrid

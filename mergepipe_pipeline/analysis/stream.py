@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from mergepipe_pipeline.analysis.pass_windows import DeltaWindow, Family, GroupWindow
 from mergepipe_pipeline.arrays import F32Array, U8Array
 from mergepipe_pipeline.checkpoints.low_rank import AdapterUpdate, open_update
 from mergepipe_pipeline.checkpoints.reader import BlockReader, open_reader
@@ -42,6 +42,60 @@ WINDOW_ELEMS = 1 << 20
 _HINTED = 12
 
 T = TypeVar("T")
+
+
+@dataclass
+class DeltaWindow:
+    """Elements [start_elem, start_elem + n) of one expert; valid until the next window is taken.
+
+    `expert_raw` and `base_raw` are the stored bytes that were read. `dtype` is that of both where δ
+    is nothing but their difference, else None. `make` computes δ when it is first asked for.
+    """
+
+    start_elem: int
+    n: int
+    expert_raw: memoryview
+    base_raw: memoryview
+    dtype: str | None
+    make: Callable[[], F32Array]
+
+    @cached_property
+    def delta(self) -> F32Array:
+        """Float32 [m], m ≥ n a multiple of CHUNK_ELEMS, zero from n on."""
+        return self.make()
+
+    @property
+    def values(self) -> F32Array:
+        """The n deltas without padding."""
+        return self.delta[: self.n]
+
+
+@dataclass(frozen=True)
+class GroupWindow:
+    """Elements [start_elem, start_elem + n) of K experts and their base, as an operator sees them.
+
+    `base` [n] or None, `rows` [K, n], both float32; valid until the next window is taken.
+    """
+
+    start_elem: int
+    base: torch.Tensor | None
+    rows: torch.Tensor
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Family:
+    """A tensor of the base with the tensors of experts that differ from it."""
+
+    experts: tuple[TensorView, ...]
+    base: TensorView
+
+    @property
+    def hashed_with(self) -> int | None:
+        """The expert that is compared with all of a plain base, so that its pass hashes both."""
+        numels = [v.numel if v.stands_alone else -1 for v in self.experts]
+        is_hashed = self.base.is_plain and self.base.numel in numels
+        return numels.index(self.base.numel) if is_hashed else None
 
 
 class Buffers:
@@ -179,21 +233,19 @@ class WindowReader:
         `work` only, its raw bytes until the next windows are taken; `n` is 0 beyond a tensor's end.
         """
 
-        def jobs() -> Iterator[Job[tuple[int, list[T]]]]:
+        under_way: deque[int] = deque()
+
+        def jobs() -> Iterator[Job[list[T]]]:
             for number, family in enumerate(families):
                 parts = self._family_jobs(family, work(number), WINDOW_ELEMS, None, is_taken=True)
                 for job in parts:
-
-                    def run(
-                        buffers: Buffers, number: int = number, job: Job[list[T]] = job
-                    ) -> tuple[int, list[T]]:
-                        return number, job.run(buffers)
-
-                    yield Job(run, job.hint)
+                    under_way.append(number)
+                    yield job
 
         self._expect(v for f in families for v in (*f.experts, f.base))
         at = 0
-        for number, by_expert in self._ahead.results(jobs()):
+        for by_expert in self._ahead.results(jobs()):
+            number = under_way.popleft()
             if number != at:
                 self._finish()
             at = number
@@ -313,7 +365,14 @@ class WindowReader:
             if base_row is not None:
                 base_row.fetch(start, stop)
             delta, values = buffers.rows(2, _padded(stop - start))
-            at = _Place(start, stop, base_row, delta, values[: stop - start])
+
+            @cache
+            def base_values() -> torch.Tensor:
+                import torch
+
+                return row.values(torch.from_numpy(values[: stop - start]))
+
+            at = _Place(start, stop, base_row, delta, base_values)
             helpers = zip(updates, checks, strict=True)
             return [
                 work(i, self._delta(view, *both, at, buffers, i, base, base_update))
@@ -386,31 +445,17 @@ class WindowReader:
         return DeltaWindow(at.start, n, raw.data, raw_b.data, dtype, make)
 
 
-class _Place:
-    """Where a window lies, the base's part of it, and room for one δ after the other."""
+class _Place(NamedTuple):
+    """Where a window lies, the base's part of it, and room for one δ after the other.
 
-    def __init__(
-        self,
-        start: int,
-        stop: int,
-        base_row: BaseRow | None,
-        delta: F32Array,
-        values: F32Array,
-    ) -> None:
-        self.start, self.stop, self.base_row, self.delta = start, stop, base_row, delta
-        self._values = values
-        self._known = False
+    `base_values` gives [n] float32 of the base, converted when first asked for.
+    """
 
-    def base_values(self) -> torch.Tensor:
-        """[n] float32 of the base, converted when first asked for."""
-        import torch
-
-        assert self.base_row is not None
-        values = torch.from_numpy(self._values)
-        if not self._known:
-            self.base_row.values(values)
-            self._known = True
-        return values
+    start: int
+    stop: int
+    base_row: BaseRow | None
+    delta: F32Array
+    base_values: Callable[[], torch.Tensor]
 
 
 def _padded(n: int) -> int:

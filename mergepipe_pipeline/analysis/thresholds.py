@@ -12,8 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from mergepipe_pipeline.analysis.order import Histogram, keep_largest, plain_rule
-from mergepipe_pipeline.analysis.pass_windows import DeltaWindow
-from mergepipe_pipeline.analysis.stream import WindowReader
+from mergepipe_pipeline.analysis.stream import DeltaWindow, WindowReader
 from mergepipe_pipeline.arrays import U32Array
 from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.domain.plan import TrimRule
