@@ -36,7 +36,7 @@ from mergepipe_pipeline.errors import CheckpointError, IncompleteCheckpointError
 from mergepipe_pipeline.storage.json_text import load_object
 from mergepipe_pipeline.storage.regular import text_of, too_large
 from mergepipe_pipeline.storage.side_files import CARD, CONFIG, MAX_JSON_NBYTES, side_files
-from mergepipe_pipeline.storage.source import CheckpointSource, FetchedAhead, open_source
+from mergepipe_pipeline.storage.source import CheckpointSource, open_source
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -358,7 +358,7 @@ def _read_header(
 
 def _probe(source: CheckpointSource, tensors: list[TensorEntry]) -> str:
     """The digest of some bytes; of a file at an address its server's own tag tells it."""
-    return "" if isinstance(source, FetchedAhead) else sha256_hex(_samples(source, tensors))
+    return "" if source.is_far else sha256_hex(_samples(source, tensors))
 
 
 def _samples(source: CheckpointSource, tensors: list[TensorEntry]) -> bytes:

@@ -24,10 +24,7 @@ from mergepipe_pipeline.domain.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import BudgetError, CheckpointChangedError
 from mergepipe_pipeline.storage.source import (
-    Batched,
-    FetchedAhead,
     FileRange,
-    Lending,
     RangedFiles,
     Reading,
     Use,
@@ -64,8 +61,6 @@ class BlockReader:
         tally: Tally | None = None,
     ) -> None:
         self._source = source
-        self._batched = source if isinstance(source, Batched) else None
-        self._lending = source if isinstance(source, Lending) else None
         self._checkpoint = checkpoint
         self._allowed = allowed
         self._tally = tally or Tally()
@@ -96,15 +91,9 @@ class BlockReader:
         stop_elem: int,
         out: memoryview,
     ) -> None:
-        """Read as `read_into`, when the batch runs, if the files can do that; else now.
-
-        The batch's time is not counted here.
-        """
-        if self._batched is None:
-            self.read_into(entry, start_elem, stop_elem, out)
-            return
+        """Read as `read_into` when the batch runs, whose time is not counted here."""
         start_byte = self._start_byte(entry, start_elem, stop_elem, len(out))
-        self._batched.put(batch, entry.file, start_byte, out)
+        self._source.put(batch, entry.file, start_byte, out)
         self._tally.nbytes += len(out)
         if verify := self._verify.get(entry.name):
             batch.then(partial(verify, start_elem, stop_elem, out))
@@ -124,18 +113,14 @@ class BlockReader:
         """Let `use` have bytes where they are held, when the batch runs; False if none will be."""
         nbytes = (stop_elem - start_elem) * itemsize(entry.dtype)
         start_byte = self._start_byte(entry, start_elem, stop_elem, nbytes)
-        if self._lending is None or not self._lending.lend(
-            batch, entry.file, start_byte, nbytes, use
-        ):
-            return False
-        self._tally.nbytes += nbytes
-        return True
+        is_lent = self._source.lend(batch, entry.file, start_byte, nbytes, use)
+        self._tally.nbytes += nbytes if is_lent else 0
+        return is_lent
 
     def expect(self, tensors: Iterable[TensorEntry]) -> None:
         """Say that these tensors, whole, are all that will be read."""
-        if isinstance(self._source, FetchedAhead):
-            ends = ((t.file, t.start_byte, t.start_byte + t.nbytes) for t in tensors)
-            self._source.expect(FileRange(*end) for end in ends)
+        ends = ((t.file, t.start_byte, t.start_byte + t.nbytes) for t in tensors)
+        self._source.expect(FileRange(*end) for end in ends)
 
     def will_need(self, entry: TensorEntry, start_elem: int, stop_elem: int) -> None:
         """Say that elements [start, stop) will be read soon."""

@@ -11,7 +11,7 @@ from math import prod
 
 from mergepipe_pipeline.domain.checkpoint import TensorEntry
 from mergepipe_pipeline.errors import CheckpointError
-from mergepipe_pipeline.storage.source import CheckpointSource, FetchedAhead
+from mergepipe_pipeline.storage.source import CheckpointSource
 
 #: Mistral's own names of files: a second form of a model whose other files are transformers'.
 NATIVE = "consolidated"
@@ -30,16 +30,15 @@ def refuse_another_model(
     """
     if not second:
         return
-    is_far = isinstance(source, FetchedAhead)
 
     def place(t: TensorEntry) -> tuple[str, int, int]:
         n_rows = max(1, prod(t.shape[:-1]))
         return t.file, t.start_byte, min(_SAMPLE_NBYTES, t.nbytes // n_rows)
 
     def key(t: TensorEntry) -> tuple[str, object]:
-        return t.dtype, t.shape if is_far else source.read_range(*place(t))
+        return t.dtype, t.shape if source.is_far else source.read_range(*place(t))
 
-    for t in () if is_far else (*tensors, *second):
+    for t in () if source.is_far else (*tensors, *second):
         source.will_need(*place(t))
     own = {key(t) for t in tensors}
     other = next((t for t in second if key(t) not in own), None)

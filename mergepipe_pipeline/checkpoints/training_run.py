@@ -12,7 +12,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs
@@ -31,9 +31,7 @@ from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import CheckpointError, IncompleteCheckpointError
 from mergepipe_pipeline.storage.regular import text_of, too_large
 from mergepipe_pipeline.storage.source import (
-    Batched,
     CheckpointSource,
-    FetchedAhead,
     FileRange,
     Reading,
     open_folder,
@@ -83,11 +81,7 @@ class TrainingRun(CheckpointSource):
 
     def __init__(self, files: CheckpointSource, uri: str, prefix: str | None = None) -> None:
         self._files, self._uri, self._prefix = files, uri, prefix
-        # Whoever asks for these finds out how the files are read.
-        if isinstance(files, Batched):
-            self.put = partial(self._put, files)
-        if isinstance(files, FetchedAhead):
-            self.expect = partial(self._expect, files)
+        self.is_far = files.is_far
 
     def list(self, folder: str = "") -> list[str]:
         """Names of what there is, as the folder has it."""
@@ -115,14 +109,15 @@ class TrainingRun(CheckpointSource):
         """Close all files."""
         self._files.close()
 
-    def _put(
-        self, files: Batched, batch: ReadBatch, path: str, start_byte: int, buffer: memoryview
-    ) -> None:
+    def put(self, batch: ReadBatch, path: str, start_byte: int, buffer: memoryview) -> None:
+        """Do as `read_into`, as the files do it."""
         for (file, start, stop), at in self._pieces(path, start_byte, len(buffer)):
-            files.put(batch, file, start, buffer[at : at + stop - start])
+            self._files.put(batch, file, start, buffer[at : at + stop - start])
 
-    def _expect(self, files: FetchedAhead, ranges: Iterable[FileRange]) -> None:
-        files.expect(piece for r in ranges for piece, _ in self._pieces(r.path, r[1], r[2] - r[1]))
+    def expect(self, ranges: Iterable[FileRange]) -> None:
+        """Say what will be read, in about this order."""
+        pieces = (self._pieces(path, start, stop - start) for path, start, stop in ranges)
+        self._files.expect(piece for found in pieces for piece, _ in found)
 
     def _pieces(self, path: str, start: int, nbytes: int) -> Iterator[tuple[FileRange, int]]:
         """Where bytes lie in the folder, and where each piece of them goes in a buffer."""

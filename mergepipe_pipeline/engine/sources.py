@@ -31,7 +31,6 @@ from mergepipe_pipeline.storage.held import FirstReading, HeldBytes, HeldFiles, 
 from mergepipe_pipeline.storage.read_batch import ReadBatch
 from mergepipe_pipeline.storage.source import (
     CheckpointSource,
-    FetchedAhead,
     FileRange,
     LocalSource,
     RangedFiles,
@@ -141,7 +140,7 @@ class SourcePool:
         self._base_reading: Reading = "exact" if fits else self._reading
         self._lock = threading.Lock()
         self._layers: Sequence[LayerTask] = ()
-        self._far: list[tuple[FetchedAhead, int, bool]] = []
+        self._far: list[tuple[CheckpointSource, int, bool]] = []
 
     def __enter__(self) -> SourcePool:
         return self
@@ -266,7 +265,7 @@ class SourcePool:
         allowed = self._allowed.get(number, {}) if gated else None
         reading = self._reading_for(when, gated=gated)
         files = self._stack.enter_context(open_source(planned.root, reading))
-        if isinstance(files, FetchedAhead) and is_merge:
+        if files.is_far and is_merge:
             self._far.append((files, number, gated))
             files.expect(file_ranges(self._layers, number, gated=gated))
         tally = self._tallies[gated] if is_merge else None

@@ -22,7 +22,7 @@ from mergepipe_pipeline.execution.lookup import store_plan
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.resolve import Planning, ResolvedRecipe, requested, resolve_stage
-from mergepipe_pipeline.storage.source import FetchedAhead, FileRange, LocalSource, open_source
+from mergepipe_pipeline.storage.source import FileRange, LocalSource, open_source
 from mergepipe_pipeline.storage.uncached import fits_page_cache
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -173,8 +173,7 @@ def _read_ahead(places: _Places, over: threading.Event) -> None:
     with suppress(MergePipeError, OSError):
         for root, entries in places:
             with open_source(root) as source:
-                if isinstance(source, FetchedAhead):
-                    source.expect(_range(e) for e in entries)
+                source.expect(_range(e) for e in entries)
                 for e in entries:
                     for start in range(0, e.nbytes, _STEP_NBYTES):
                         if over.is_set():

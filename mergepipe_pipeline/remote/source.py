@@ -34,6 +34,8 @@ class RemoteSource(CheckpointSource):
     state of a file raises CheckpointChangedError.
     """
 
+    is_far = True
+
     def __init__(self, root: str, reading: Reading = "ahead") -> None:
         """`root` is an address. Raises RemoteError."""
         self._root = root

@@ -7,7 +7,6 @@ filling the page cache takes more of a core than reading past it.
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,7 @@ from itertools import chain
 from operator import attrgetter
 
 from mergepipe_pipeline.storage.read_batch import ReadBatch
-from mergepipe_pipeline.storage.source import LocalSource, Use
+from mergepipe_pipeline.storage.source import LocalSource, RangedFiles, Use
 from mergepipe_pipeline.storage.uncached import PAGE_NBYTES, page_aligned
 
 #: Buffers are given away in pieces of this length, used again and again, as fresh pages are slow.
@@ -101,7 +100,7 @@ class HeldFiles:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reading(ABC):
+class _Reading(RangedFiles):
     """Files of which some bytes are held: others come from `source`, as from the files."""
 
     source: LocalSource
@@ -119,10 +118,6 @@ class _Reading(ABC):
         """Fill `buffer` from `start_byte`. Raises CheckpointChangedError past the end."""
         with ReadBatch() as batch:
             self.put(batch, path, start_byte, buffer)
-
-    @abstractmethod
-    def put(self, batch: ReadBatch, path: str, start_byte: int, buffer: memoryview) -> None:
-        """Do as `read_into` when the batch runs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import resource
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self
 
 from mergepipe_pipeline.errors import CheckpointChangedError, CheckpointError, MergePipeError
 from mergepipe_pipeline.storage.regular import (
@@ -41,8 +42,25 @@ Reading = Literal["ahead", "exact", "once"]
 ANNOUNCED = 8
 
 
+#: Gets bytes that stay as they are until it returns.
+Use = Callable[[memoryview], None]
+
+
+class FileRange(NamedTuple):
+    """Bytes [start, stop) of a file of a checkpoint."""
+
+    path: str
+    start_byte: int
+    stop_byte: int
+
+
 class RangedFiles(Protocol):
-    """Files of one checkpoint by relative path, as its readers need them."""
+    """Files of one checkpoint by relative path, as its readers need them.
+
+    Far ones are fetched, and told apart by their server's tags: no probe reads their bytes.
+    """
+
+    is_far: bool = False
 
     def size(self, path: str) -> int:
         """Size in bytes. Raises CheckpointError if the file is not there."""
@@ -59,6 +77,23 @@ class RangedFiles(Protocol):
     def will_need(self, path: str, start_byte: int, nbytes: int) -> None:
         """Say that these bytes will be read soon; a hint without effect on results."""
         ...
+
+    def expect(self, ranges: Iterable[FileRange]) -> None:
+        """Say what will be read, in about this order, which far files fetch before it is."""
+        return
+
+    def put(self, batch: ReadBatch, path: str, start_byte: int, buffer: memoryview) -> None:
+        """Do as `read_into` when the batch runs, if not now; the buffer must stay until then.
+
+        Raises CheckpointError if the file is not there.
+        """
+        began = time.perf_counter()
+        self.read_into(path, start_byte, buffer)
+        batch.read_s += time.perf_counter() - began
+
+    def lend(self, batch: ReadBatch, path: str, start_byte: int, nbytes: int, use: Use) -> bool:
+        """Let `use` have bytes when the batch has run; False, and nothing, where none are held."""
+        return False
 
 
 class CheckpointSource(RangedFiles, Protocol):
@@ -86,51 +121,6 @@ class CheckpointSource(RangedFiles, Protocol):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class FileRange(NamedTuple):
-    """Bytes [start, stop) of a file of a checkpoint."""
-
-    path: str
-    start_byte: int
-    stop_byte: int
-
-
-@runtime_checkable
-class FetchedAhead(Protocol):
-    """A remote source: it fetches the expected ranges before they are read.
-
-    Its server's tags tell files apart, so that no probe reads their bytes.
-    """
-
-    def expect(self, ranges: Iterable[FileRange]) -> None:
-        """Say what will be read, in about this order."""
-        ...
-
-
-@runtime_checkable
-class Batched(Protocol):
-    """Files that can be read together with others, in a batch."""
-
-    def put(self, batch: ReadBatch, path: str, start_byte: int, buffer: memoryview) -> None:
-        """Do as `read_into` when the batch runs; the buffer must stay until then.
-
-        Raises CheckpointError if the file is not there.
-        """
-        ...
-
-
-#: Gets bytes that stay as they are until it returns.
-Use = Callable[[memoryview], None]
-
-
-@runtime_checkable
-class Lending(Protocol):
-    """Files whose bytes can be looked at where they are held."""
-
-    def lend(self, batch: ReadBatch, path: str, start_byte: int, nbytes: int, use: Use) -> bool:
-        """Let `use` have bytes when the batch has run; False, and nothing, where none are held."""
-        ...
 
 
 class LocalSource(CheckpointSource):
@@ -362,7 +352,7 @@ def open_source(uri: str, reading: Reading = "ahead") -> CheckpointSource:
         if "://" not in uri:
             is_there = os.path.exists(os.path.join(uri, name))
         else:
-            is_there = isinstance(files, FetchedAhead) and name in files.list()
+            is_there = files.is_far and name in files.list()
         if is_there:
             return read_as(files, uri)
     return files

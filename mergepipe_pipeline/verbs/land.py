@@ -39,7 +39,6 @@ from mergepipe_pipeline.storage.regular import text_of
 from mergepipe_pipeline.storage.side_files import pieces
 from mergepipe_pipeline.storage.source import (
     CheckpointSource,
-    FetchedAhead,
     FileRange,
     LocalSource,
     open_folder,
@@ -179,8 +178,7 @@ def _download(
     staged: Path,
     progress: Progress,
 ) -> None:
-    if isinstance(source, FetchedAhead):
-        source.expect(FileRange(name, 0, nbytes) for name, nbytes in sizes.items())
+    source.expect(FileRange(name, 0, nbytes) for name, nbytes in sizes.items())
     with progress.task(f"download {checkpoint.name}", sum(sizes.values())) as advance:
         for name, nbytes in sizes.items():
             told = pieces(source, name, nbytes, lambda piece: advance(len(piece)))

@@ -12,7 +12,7 @@ import pytest
 from mergepipe_pipeline.checkpoints.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.errors import CheckpointChangedError, CheckpointError
 from mergepipe_pipeline.resolution.locate import Places
-from mergepipe_pipeline.storage.source import CheckpointSource, FetchedAhead, FileRange, open_source
+from mergepipe_pipeline.storage.source import CheckpointSource, FileRange, open_source
 from tests.packs.families import packed_family, write_family
 
 
@@ -93,8 +93,7 @@ def test_what_is_expected_changes_no_byte(place: Place, source: CheckpointSource
     ranges = [
         FileRange(place.weights, at, min(len(data), at + 999)) for at in range(0, len(data), 4096)
     ]
-    if isinstance(source, FetchedAhead):
-        source.expect(ranges)
+    source.expect(ranges)
     for _, start, stop in reversed(ranges):
         assert source.read_range(place.weights, start, stop - start) == data[start:stop]
 
