@@ -180,9 +180,8 @@ class Engine(dg.ConfigurableResource):  # type: ignore[type-arg]
     @property
     def options(self) -> EngineOptions:
         """Threads, buffer memory and device of the engine."""
-        return EngineOptions.from_settings(
-            threads=self.threads, memory_mib=self.memory_mib, device=self.device
-        )
+        nbytes = self.memory_mib and self.memory_mib << 20
+        return EngineOptions(threads=self.threads, memory_bytes=nbytes, device=self.device or "cpu")
 
 
 def build_executor(home: Warehouse) -> dg.ExecutorDefinition:

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _COUNT = click.IntRange(min=1)
 _SIZE = re.compile(r"([0-9]+)\s*([kmgtb]?)(i?)b?", re.IGNORECASE)
-#: Options of a merge's engine.
-_ENGINE = ("threads", "window_elems", "memory_mib", "device")
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "b": 3, "t": 4}
 
 
@@ -306,7 +304,13 @@ def merge(
 
     console.tell_of_compilation()
     cut = cut_of(console.place, out, shard_size)
-    engine = EngineOptions.from_settings(**{option: asked.pop(option) for option in _ENGINE})
+    mib = asked.pop("memory_mib")
+    engine = EngineOptions(
+        threads=asked.pop("threads"),
+        memory_bytes=mib and mib << 20,
+        window_elems=asked.pop("window_elems"),
+        device=asked.pop("device") or "cpu",
+    )
     engine.check()  # before a recipe is read
     merged = of_recipe(
         console.place,

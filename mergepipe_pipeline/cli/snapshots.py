@@ -185,7 +185,7 @@ def replay(
         snapshot,
         inputs=inputs,
         keep=Path(keep) if keep else None,
-        options=EngineOptions.from_settings(threads=threads),
+        options=EngineOptions(threads=threads),
         progress=console.progress,
     )
     console.show(

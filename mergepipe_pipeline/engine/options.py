@@ -41,24 +41,6 @@ class EngineOptions:
     device: str = "cpu"
     reads_ahead: bool = False
 
-    @classmethod
-    def from_settings(
-        cls,
-        *,
-        threads: int | None = None,
-        memory_mib: int | None = None,
-        window_elems: int | None = None,
-        device: str | None = None,
-    ) -> EngineOptions:
-        """The options as a command line or a configuration gives them; None: the default."""
-        memory_bytes = None if memory_mib is None else memory_mib << 20
-        return cls(
-            threads=threads,
-            memory_bytes=memory_bytes,
-            window_elems=window_elems,
-            device=device or "cpu",
-        )
-
     @property
     def workers(self) -> int:
         """Threads that read and merge windows."""

@@ -9,7 +9,6 @@ threshold.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +28,7 @@ from mergepipe_pipeline.packs.exact import (
     restore,
 )
 from mergepipe_pipeline.packs.frames import Frames, Places, as_array, contents_of, refuse, to_frame
+from mergepipe_pipeline.storage.uncached import scratch_pages
 
 #: The types of elements that a pack has levels of, as NumPy has their bits.
 BITS_OF: Mapping[str, type[np.unsignedinteger]] = {
@@ -47,27 +47,8 @@ STEPS_AT_MOST = 21_000
 _STEPS_PER_OCTAVE = 16
 #: Within these a unit, an 81st of it and its inverse lose no bits.
 _LEAST_UNIT, _LARGEST_UNIT = 2.0**-100, 2.0**100
-_ALIGN = 64
 #: Sums of float64 are off by less.
 _ROUNDING = 1 + 2.0**-40
-
-
-class _Scratch(threading.local):
-    """Memory for the bytes of chunks, used again: fresh pages cost more than decoding."""
-
-    def __init__(self) -> None:
-        self._all = np.empty(0, np.uint8)
-
-    def of(self, *nbytes: int) -> list[U8Array]:
-        """Pieces of so many bytes; those handed out before become invalid."""
-        stops = np.cumsum([-(-n // _ALIGN) * _ALIGN for n in nbytes]).tolist()
-        if stops[-1] > len(self._all):
-            self._all = np.empty(stops[-1], np.uint8)
-        starts = [0, *stops]
-        return [self._all[a : a + n] for a, n in zip(starts, nbytes, strict=False)]
-
-
-_scratch = _Scratch()
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +132,12 @@ def decode_numbers(
     rows = slice(_STEPPED.start, _STEPPED.start + most)
     starts, nbytes = frames.starts[rows], frames.nbytes[rows]
     front = ternary.trit_nbytes(CHUNK_ELEMS)
-    (unpacked,) = _scratch.of(front + _unpacked_nbytes(nbytes, sizes))
+    # Used again: fresh pages cost more than decoding.
+    pages = scratch_pages(front + _unpacked_nbytes(nbytes, sizes))
+    unpacked = np.frombuffer(pages, np.uint8)
     unpacked[:front] = ternary.NO_TRITS
     contents, _ = contents_of(frames.raw, starts, nbytes, sizes, unpacked, front)
-    ternary.add_up(frames.raw, as_array(unpacked.data), contents, counts, *places, out)
+    ternary.add_up(frames.raw, as_array(pages), contents, counts, *places, out)
 
 
 def decode_bits(

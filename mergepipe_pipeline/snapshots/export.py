@@ -52,7 +52,6 @@ from mergepipe_pipeline.storage.atomic import (
 )
 from mergepipe_pipeline.storage.hashing import file_sha256
 from mergepipe_pipeline.storage.locks import locked_there, probed
-from mergepipe_pipeline.storage.permissions import make_removable
 from mergepipe_pipeline.storage.side_files import CARD, CONFIG
 from mergepipe_pipeline.text import listed
 
@@ -366,7 +365,6 @@ def staging_beside(out: Path) -> Iterator[Path]:
             for old in out.parent.glob(f"{staging_name(Path(escape(out.name)), '?' * 8)}/"):
                 with probed(old) as held:
                     if held is False:
-                        make_removable(old)
                         remove_tree(old)
             staged.mkdir()
             ours.enter_context(locked_there(staged))

@@ -1,4 +1,4 @@
-"""Permission bits: those of a group's folder, refused ones, and of folders that are to go."""
+"""Permission bits: those of a group's folder, and refused ones."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from mergepipe_pipeline.errors import MergePipeError
-
-_OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def share_as(folder: Path) -> None:
@@ -64,22 +62,3 @@ def _user(number: int) -> str:
         return pwd.getpwuid(number).pw_name
     except KeyError:
         return str(number)
-
-
-def make_removable(folder: Path) -> None:
-    """Let the owner change a folder and all below it, as far as that is allowed, to remove it."""
-    if folder.is_symlink() or not folder.is_dir():
-        return
-    _open_up(folder)
-    for parent, names, _ in os.walk(folder):  # which enters a folder after its own turn
-        for name in names:
-            _open_up(Path(parent, name))
-
-
-def _open_up(folder: Path) -> None:
-    with suppress(OSError):  # as of links, and where a file system keeps no permissions
-        handle = os.open(folder, _OPEN)
-        try:
-            os.fchmod(handle, stat.S_IMODE(os.fstat(handle).st_mode) & ~0o777 | 0o700)
-        finally:
-            os.close(handle)

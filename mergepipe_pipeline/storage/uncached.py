@@ -140,7 +140,7 @@ def _libc() -> ctypes.PyDLL:
 
 
 def scratch_pages(nbytes: int) -> memoryview:
-    """Whole pages of this thread, used again for its next read."""
+    """Memory of this thread from a page's address on, used again by its next call."""
     if len(getattr(_local, "buffer", b"")) < nbytes:
         _local.buffer = memoryview(page_aligned(nbytes))
     buffer: memoryview = _local.buffer

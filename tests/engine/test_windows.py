@@ -46,7 +46,7 @@ def test_what_was_asked_for_is_kept_whatever_a_plan_reads() -> None:
 def test_what_is_read_twice_is_held_in_half_of_the_memory_that_was_asked_for(
     memory_mib: int,
 ) -> None:
-    asked = EngineOptions.from_settings(memory_mib=memory_mib)
+    asked = EngineOptions(memory_bytes=memory_mib << 20)
     found = asked.with_second_reading()
     assert found.most_bytes + found.held_bytes == asked.most_bytes == memory_mib << 20
     assert 0 <= found.most_bytes - found.held_bytes <= 1
