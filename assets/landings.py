@@ -39,11 +39,9 @@ def last_made(instance: dg.DagsterInstance, maker: Maker) -> Made | None:
     return None
 
 
-def build_landing_job(
-    makers: Mapping[str, Maker], place: Place, of: str = "{}"
-) -> dg.JobDefinition:
+def build_landing_job(makers: Mapping[str, Maker], place: Place) -> dg.JobDefinition:
     """The job that lands what makers made: of the experts that a run's tag names, or of all."""
-    name, sensor = (place.name(of.format(x)) for x in ("land_experts", "landing_sensor"))
+    name, sensor = map(place.sensor, ("land_experts", "landing_sensor"))
 
     @dg.op(name=f"{name}__land", pool=WRITE_POOL)
     @place.bound

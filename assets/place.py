@@ -14,6 +14,8 @@ from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.resources import WAREHOUSE_TAG
 
 _D = TypeVar("_D", dg.AssetsDefinition, dg.AssetsDefinition | dg.AssetChecksDefinition)
+#: Whether the daemon knows, in a tick, the definitions that this process has.
+IsKnown = Callable[[dg.SensorEvaluationContext], bool]
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Place:
     A guest among definitions of others has names that begin with its `prefix`, or with mergepipe.
     `identity` is its warehouse's, `makers` are what makes experts, by name. `only_own`:
     runs are ours in which nothing of others can be. `running`: where and how steps of recipes run.
+    `of` has the names of sensors in it that are of some recipes or searches alone; `is_known` says
+    whether the daemon knows their jobs.
     """
 
     prefix: tuple[str, ...] = ()
@@ -62,8 +66,10 @@ class Place:
     makers: Mapping[str, Maker] = field(default_factory=dict, compare=False)
     only_own: bool = False
     running: Running = field(default=Running(), compare=False)
+    of: str = field(default="{}", compare=False)
+    is_known: IsKnown = field(default=lambda context: True, compare=False)
     _made: dict[dg.AssetKey, tuple[str, str]] = field(
-        default_factory=dict, init=False, compare=False, repr=False
+        default_factory=dict, compare=False, repr=False
     )
 
     @property
@@ -80,6 +86,10 @@ class Place:
         """The name of a job, sensor or schedule, or of the resource of engines."""
         scope = self.prefix or (("mergepipe",) if self.is_guest else ())
         return "_".join(map(identifier_of, (*scope, text)))
+
+    def sensor(self, text: str) -> str:
+        """The name of a sensor, or of the job that it alone starts, in `of`."""
+        return self.name(self.of.format(text))
 
     def group_of(self, text: str) -> str:
         """The group of the assets of a recipe, a search, or the catalog."""

@@ -4,10 +4,12 @@ Loaded by `workspace.yaml`. Loading reads recipe files and the catalog, never a 
 import torch.
 """
 
+from dataclasses import replace
+
 import dagster as dg
 
 from mergepipe_pipeline.assets.metadata import description
-from mergepipe_pipeline.assets.place import ALONE
+from mergepipe_pipeline.assets.place import ALONE, IsKnown
 from mergepipe_pipeline.assets.status import build_status
 from mergepipe_pipeline.dagster.parts import (
     of_housekeeping,
@@ -26,7 +28,6 @@ from mergepipe_pipeline.sensors.reload import (
     files_token,
     spreading,
 )
-from mergepipe_pipeline.sensors.ticks import IsKnown
 from mergepipe_pipeline.settings import SHARDS
 from mergepipe_pipeline.verbs.search import standing_searches
 from mergepipe_pipeline.warehouse import Warehouse
@@ -45,7 +46,7 @@ def build_definitions(
 
     A recipe that cannot be used is one asset that says why, and has no job.
     """
-    files = recipe_files(home)
+    files, place = recipe_files(home), replace(ALONE, is_known=is_known)
     searches = standing_searches(home, files)
     token = files_token(identity_of(home), (*files, *searches))
     land, write = (description(text) for text in how_to_begin(home))
@@ -53,15 +54,15 @@ def build_definitions(
     shared = dg.Definitions(
         assets=[build_status(begin)],
         sensors=[build_reload_sensor(lambda now: definitions_token(now) != token)],
-        resources=resources(mergepipe or MergePipe(home=str(home.root)), Engine(), ALONE),
+        resources=resources(mergepipe or MergePipe(home=str(home.root)), Engine(), place),
         executor=build_executor(home),
     )
     return dg.Definitions.merge(
         shared,
-        of_inbox(home, ALONE, begin),
-        of_housekeeping(ALONE),
-        of_recipes(files, shards or SHARDS.value(), is_known, ALONE),
-        of_searches(searches, identity_of(home), is_known, ALONE),
+        of_inbox(home, place, begin),
+        of_housekeeping(place),
+        of_recipes(files, shards or SHARDS.value(), place),
+        of_searches(searches, identity_of(home), place),
     )
 
 

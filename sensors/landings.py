@@ -15,7 +15,6 @@ from mergepipe_pipeline.sensors.ticks import (
     ATTEMPT_TAG,
     LOADING,
     SOON_S,
-    IsKnown,
     Ours,
     asked,
     make_pool_known,
@@ -31,13 +30,9 @@ _EVENT_TAG = "mergepipe/event"
 
 
 def build_landing_sensor(
-    makers: Mapping[str, Maker],
-    job: dg.JobDefinition,
-    is_known: IsKnown,
-    place: Place,
-    of: str = "{}",
+    makers: Mapping[str, Maker], job: dg.JobDefinition, place: Place
 ) -> dg.SensorDefinition:
-    """The level-triggered sensor over what makers made; `is_known` as for recipes."""
+    """The level-triggered sensor over what makers made."""
 
     @standing_sensor(
         "Lands the checkpoint of every asset that makes an expert, where its last materialisation "
@@ -45,7 +40,6 @@ def build_landing_sensor(
         SOON_S,
         [job],
         place,
-        of,
     )
     def landing_sensor(
         context: dg.SensorEvaluationContext, mergepipe: MergePipe
@@ -54,7 +48,7 @@ def build_landing_sensor(
         ours = Ours.of(context, mergepipe, place)
         requests, lines = list[dg.RunRequest](), list[str]()
         make_pool_known(context.instance, WRITE_POOL)
-        if not is_known(context):
+        if not place.is_known(context):
             return dg.SensorResult(skip_reason=dg.SkipReason(LOADING))
         for name, maker in makers.items():
             said: dg.RunRequest | str

@@ -31,7 +31,6 @@ from mergepipe_pipeline.sensors.ticks import (
     NIGHTLY_PRIORITY,
     RECIPE_TAG,
     SOON_S,
-    IsKnown,
     Ours,
     asked,
     failed_attempts,
@@ -153,17 +152,15 @@ def build_recipe_sensor(
     loaded: Sequence[RecipeFile],
     refused: Mapping[str, str],
     jobs: Mapping[str, AssetJob],
-    is_known: IsKnown,
     place: Place = ALONE,
-    of: str = "{}",
     names: Collection[str] | None = None,
     wanting: Mapping[str, Wanting] | None = None,
 ) -> dg.SensorDefinition:
     """The level-triggered sensor over all recipe files, or those of these `names`.
 
-    `loaded` are the recipes with a job, and `is_known` says whether the daemon knows them;
-    `refused` says why Dagster takes no definitions of a file, by the file's token. Where recipes
-    are `wanting`, their conditions decide, and their assets are run without a job.
+    `loaded` are the recipes with a job; `refused` says why Dagster takes no definitions of a file,
+    by the file's token. Where recipes are `wanting`, their conditions decide, and their assets are
+    run without a job.
     """
     unready = _unready(loaded, refused, place)
 
@@ -173,7 +170,6 @@ def build_recipe_sensor(
         SOON_S,
         list(jobs.values()),
         place,
-        of,
         [key for one in wanting.values() for key in one.chain] if wanting else None,
     )
     def recipe_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SensorResult:
@@ -186,7 +182,8 @@ def build_recipe_sensor(
         make_pool_known(instance, place.running.pool)
         found = recipe_files(mergepipe.warehouse)
         files = [_named(f, place) for f in found if names is None or f.name in names]
-        requests, states = _look(mergepipe, ours, busy, partial(unready, is_known(context)), files)
+        refuse = partial(unready, place.is_known(context))
+        requests, states = _look(mergepipe, ours, busy, refuse, files)
         requests, more = decide(context, wanting, requests, states) if wanting else (requests, {})
         first = None if states else first_steps(mergepipe.warehouse)
         shown = []
@@ -342,13 +339,8 @@ def _metadata(last: Release) -> dict[str, str | int]:
     return {"snapshot id": last.snapshot_id, "releases of this recipe": last.sequence}
 
 
-def build_bisect_sensor(
-    jobs: Mapping[str, Any], is_known: IsKnown, place: Place = ALONE, of: str = "{}"
-) -> dg.SensorDefinition:
-    """The level-triggered sensor over the recipes that have a job for this, by name.
-
-    `is_known` says whether the daemon knows them.
-    """
+def build_bisect_sensor(jobs: Mapping[str, Any], place: Place = ALONE) -> dg.SensorDefinition:
+    """The level-triggered sensor over the recipes that have a job for this, by name."""
 
     @standing_sensor(
         "Has every refusal of a gate traced to the suspect, once; its ticks say of each recipe "
@@ -356,12 +348,11 @@ def build_bisect_sensor(
         SOON_S,
         list(jobs.values()),
         place,
-        of,
     )
     def bisect_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SensorResult:
         """Requests the bisection of every refusal that has no result yet."""
         make_pool_known(context.instance, place.running.pool)
-        if not is_known(context):
+        if not place.is_known(context):
             return dg.SensorResult(skip_reason=dg.SkipReason(LOADING))
         ours = Ours.of(context, mergepipe, place)
         requests, lines = list[dg.RunRequest](), list[str]()

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import dagster as dg
 
-from mergepipe_pipeline.assets.place import ALONE, Place
+from mergepipe_pipeline.assets.place import ALONE, IsKnown, Place
 from mergepipe_pipeline.deploy.instance import identity_of, process_age_s
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.sensors.guard import RELOAD_TIMEOUT_S, client_of, guard
-from mergepipe_pipeline.sensors.ticks import IsKnown, Ours, refuse_empty, standing_sensor
+from mergepipe_pipeline.sensors.ticks import Ours, refuse_empty, standing_sensor
 from mergepipe_pipeline.verbs.search import StandingSearch, standing_searches
 from mergepipe_pipeline.warehouse import Warehouse
 

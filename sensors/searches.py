@@ -14,7 +14,6 @@ from mergepipe_pipeline.sensors.ticks import (
     ACTIVE,
     LOADING,
     SOON_S,
-    IsKnown,
     Ours,
     asked,
     limit_pool,
@@ -35,16 +34,11 @@ STEP_TAG = "mergepipe/search_step"
 
 
 def build_search_sensor(
-    jobs: Mapping[str, Mapping[str, Any]],
-    identity: str,
-    is_known: IsKnown,
-    place: Place = ALONE,
-    of: str = "{}",
+    jobs: Mapping[str, Mapping[str, Any]], identity: str, place: Place = ALONE
 ) -> dg.SensorDefinition:
     """The level-triggered sensor over all search files; `jobs` by search and step.
 
-    `identity` is that of the warehouse for which the assets of the searches were built; `is_known`
-    says whether the daemon knows the jobs.
+    `identity` is that of the warehouse for which the assets of the searches were built.
     """
 
     @standing_sensor(
@@ -53,13 +47,12 @@ def build_search_sensor(
         SOON_S,
         [job for steps in jobs.values() for job in steps.values()],
         place,
-        of,
     )
     def search_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SensorResult:
         """Requests what searches ask for and no run does yet."""
         warehouse, states = mergepipe.warehouse, list[str]()
         requests, partitions = list[dg.RunRequest](), list[dg.AddDynamicPartitionsRequest]()
-        ours, known = Ours.of(context, mergepipe, place), jobs if is_known(context) else {}
+        ours, known = Ours.of(context, mergepipe, place), jobs if place.is_known(context) else {}
         for standing in standing_searches(warehouse, recipe_files(warehouse)):
             if place.is_guest and standing.name not in jobs:
                 continue

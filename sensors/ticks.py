@@ -42,8 +42,6 @@ from mergepipe_pipeline.settings import SENSOR_INTERVAL
 from mergepipe_pipeline.text import plain_of_markdown
 from mergepipe_pipeline.warehouse import Warehouse
 
-#: Whether the daemon knows, in a tick, the definitions that this process has.
-IsKnown = Callable[[dg.SensorEvaluationContext], bool]
 ACTIVE = [Status.QUEUED, Status.NOT_STARTED, Status.STARTING, Status.STARTED, Status.CANCELING]
 #: The module that loads nothing but ours.
 _MODULE = "mergepipe_pipeline.definitions"
@@ -279,10 +277,9 @@ def standing_sensor(
     usual_s: int,
     jobs: Sequence[Any] | None = None,
     place: Place = ALONE,
-    of: str = "{}",
     assets: Sequence[dg.AssetKey] | None = None,
 ) -> Callable[[Callable[..., Any]], dg.SensorDefinition]:
-    """A sensor of ours from a function, named as that in `of`, and on from the start.
+    """A sensor of ours from a function, named as that, and on from the start.
 
     One that asks for runs of `jobs`, or of `assets` in their place, asks for nothing while the
     warehouse cannot be written: they would fail.
@@ -290,7 +287,7 @@ def standing_sensor(
 
     def decorate(tick: Callable[..., Any]) -> dg.SensorDefinition:
         sensor = dg.sensor(
-            name=place.name(of.format(tick.__name__)),
+            name=place.sensor(tick.__name__),
             description=description,
             jobs=jobs if assets is None else None,
             asset_selection=assets,

@@ -91,11 +91,10 @@ def build_recipe_defs(
     found = (file for file in recipe_files(warehouse) if file.name in names)
     files = [_foreseen(warehouse, file) for file in found]
     _refuse_unused(place.makers, files)
-    of = _sensor_name(recipes, names, name)
-    by_condition, is_known = _is_condition(automation, how), spreading()
-    steps = shards or SHARDS.value()
-    made = of_recipes(files, steps, is_known, place, of, by_condition=by_condition)
-    return _with_resources(warehouse, place, made, of_landings(files, is_known, place, of))
+    by_condition, steps = _is_condition(automation, how), shards or SHARDS.value()
+    place = replace(place, of=_sensor_name(recipes, names, name), is_known=spreading())
+    made = of_recipes(files, steps, place, by_condition=by_condition)
+    return _with_resources(warehouse, place, made, of_landings(files, place))
 
 
 def build_window_defs(
@@ -162,9 +161,9 @@ def build_search_defs(
     names = written(searches, warehouse.searches, place.prefix, relative_to)
     found = standing_searches(warehouse, recipe_files(warehouse))
     files = [search for search in found if search.name in names]
-    of, is_known = _sensor_name(searches, names, name), spreading()
-    made = of_searches(files, identity_of(warehouse), is_known, place, of)
-    landings = of_landings(files, is_known, place, of.replace("{}", "search_{}"))
+    place = replace(place, of=_sensor_name(searches, names, name), is_known=spreading())
+    made = of_searches(files, identity_of(warehouse), place)
+    landings = of_landings(files, replace(place, of=place.of.replace("{}", "search_{}")))
     return _with_resources(warehouse, place, made, landings)
 
 

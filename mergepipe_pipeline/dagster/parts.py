@@ -39,7 +39,6 @@ from mergepipe_pipeline.sensors.recipes import (
     job_name,
 )
 from mergepipe_pipeline.sensors.searches import build_search_sensor
-from mergepipe_pipeline.sensors.ticks import IsKnown
 from mergepipe_pipeline.sensors.wants import Wanting
 from mergepipe_pipeline.verbs.search import StandingSearch
 from mergepipe_pipeline.warehouse import Warehouse
@@ -76,13 +75,7 @@ def of_housekeeping(place: Place) -> dg.Definitions:
 
 
 def of_recipes(
-    files: Sequence[RecipeFile],
-    shards: int,
-    is_known: IsKnown,
-    place: Place,
-    of: str = "{}",
-    *,
-    by_condition: bool = False,
+    files: Sequence[RecipeFile], shards: int, place: Place, *, by_condition: bool = False
 ) -> dg.Definitions:
     """Of every recipe its chain, or one asset that says why it cannot be used.
 
@@ -98,7 +91,7 @@ def of_recipes(
             try:
                 nightly = build_nightly(file, place)  # it says best what is wrong with a schedule
                 chain = build_recipe_assets(file, shards, place)
-                job, bisection = _job(file, chain, place, of), build_bisect_job(file, place)
+                job, bisection = _job(file, chain, place), build_bisect_job(file, place)
                 wants = Wanting(place.key(file.name, "plan"), _keys(chain))
                 chain = wants.with_condition(chain) if by_condition else chain
                 chain = place.translated([*chain, *build_bisect(file, place)])
@@ -115,9 +108,9 @@ def of_recipes(
         built += place.translated([build_problem(told, place)])
     own = [file for file in files if file.name in jobs]
     names = [file.name for file in files] if place.is_guest else None
-    sensors = [build_recipe_sensor(own, refused, jobs, is_known, place, of, names, wanting)]
+    sensors = [build_recipe_sensor(own, refused, jobs, place, names, wanting)]
     if bisections:
-        sensors.append(build_bisect_sensor(bisections, is_known, place, of))
+        sensors.append(build_bisect_sensor(bisections, place))
     return dg.Definitions(
         assets=[d for d in built if not isinstance(d, dg.AssetChecksDefinition)],
         asset_checks=[d for d in built if isinstance(d, dg.AssetChecksDefinition)],
@@ -131,10 +124,9 @@ def _job(
     file: RecipeFile,
     chain: Sequence[dg.AssetsDefinition | dg.AssetChecksDefinition],
     place: Place,
-    of: str,
 ) -> AssetJob:
     """One run of the whole chain; layers that the action cache knows are reused inside it."""
-    sensor = place.name(of.format("recipe_sensor"))
+    sensor = place.sensor("recipe_sensor")
     return dg.define_asset_job(
         job_name(file, place),
         selection=dg.AssetSelection.assets(*_keys(chain)),
@@ -153,9 +145,7 @@ def _keys(chain: Sequence[dg.AssetsDefinition | dg.AssetChecksDefinition]) -> li
     return [key for d in chain if d.is_executable for key in d.keys]
 
 
-def of_landings(
-    files: Sequence[StandingFile], is_known: IsKnown, place: Place, of: str = "{}"
-) -> dg.Definitions:
+def of_landings(files: Sequence[StandingFile], place: Place) -> dg.Definitions:
     """What lands for the experts of recipes or searches; nothing lands in the place of a run."""
     chosen = [s.selector for file in files if isinstance(file, RecipeFile) for s in file.selected]
     names = set(place.makers) if chosen else {name for file in files for name in file.members}
@@ -163,19 +153,11 @@ def of_landings(
     makers = {name: maker for name, maker in place.makers.items() if name in names}
     if not makers:
         return dg.Definitions()
-    job = build_landing_job(makers, place, of)
-    return dg.Definitions(
-        jobs=[job], sensors=[build_landing_sensor(makers, job, is_known, place, of)]
-    )
+    job = build_landing_job(makers, place)
+    return dg.Definitions(jobs=[job], sensors=[build_landing_sensor(makers, job, place)])
 
 
-def of_searches(
-    files: Sequence[StandingSearch],
-    identity: str,
-    is_known: IsKnown,
-    place: Place,
-    of: str = "{}",
-) -> dg.Definitions:
+def of_searches(files: Sequence[StandingSearch], identity: str, place: Place) -> dg.Definitions:
     """Of every search its assets, or one that says why it cannot be used; no sensor without any."""
     jobs, built = dict[str, Mapping[str, Any]](), list[dg.AssetsDefinition]()
     for file in files:
@@ -187,5 +169,5 @@ def of_searches(
     return dg.Definitions(
         assets=place.translated(built),
         jobs=[job for steps in jobs.values() for job in steps.values()],
-        sensors=[build_search_sensor(jobs, identity, is_known, place, of)] if files else [],
+        sensors=[build_search_sensor(jobs, identity, place)] if files else [],
     )
