@@ -16,7 +16,7 @@ from mergepipe_pipeline import jit
 from mergepipe_pipeline.demo.kernels import SIGNATURES
 
 PACKAGE = Path(mergepipe_pipeline.__file__).parent
-NARROW = "operators.kernels.bits.narrow"
+NARROW = "checkpoints.codes.round_to_bfloat16"
 #: Random numbers, of a kernel and as NumPy has them from the same function of another module.
 NUMBERS = """
 import numpy as np
@@ -107,9 +107,9 @@ def test_what_is_compiled_for_this_processor_is_preferred_to_what_is_carried(cop
     lines = [x for x in SIGNATURES.read_text().splitlines() if x.startswith(NARROW)]
     (package / "demo/signatures.txt").write_text("\n".join(lines))
     code = (
-        f"from mergepipe_pipeline.{NARROW.rpartition('.')[0]} import narrow; import numpy as np; "
+        f"from mergepipe_pipeline.{NARROW.rpartition('.')[0]} import round_to_bfloat16; "
+        "import numpy as np; round_to_bfloat16(np.ones(9, np.uint32), np.ones(9, np.uint16))"
     )
-    code += "narrow(np.ones(9, np.float32), np.ones(9, np.uint16))"
     env = {**os.environ, "PYTHONPATH": str(copied), "NUMBA_DEBUG_CACHE": "1"}
     for compiles, place in ((["--carried"], "compiled"), ([], "__pycache__")):
         compiled = [sys.executable, "-m", "mergepipe_pipeline.demo.kernels", *compiles]

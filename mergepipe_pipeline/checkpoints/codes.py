@@ -218,7 +218,7 @@ def _scale(
 
 @cached_njit(nogil=True)
 def round_to_bfloat16(bits: U32Array, out: U16Array) -> None:
-    """Fill `out` [n] with the nearest bfloat16 to float32 `bits` [n]."""
+    """Fill `out` [n] with the nearest bfloat16 to float32 `bits` [n], or the one NaN."""
     for i in range(len(bits)):
         is_nan = bits[i] & np.uint32(0x7FFFFFFF) > np.uint32(0x7F800000)
         out[i] = NAN_BITS if is_nan else np.uint16(_nearest(bits[i]))
@@ -356,16 +356,9 @@ def small_float(element: Element) -> SmallFloat:
 @cache
 def _small_floats(element: Element) -> F32Array:
     """The numbers of all floats of eight bits."""
-    n_fraction, bias = _SMALL_FLOATS[element]
-    bits = np.arange(128)
-    exponent, fraction = bits >> n_fraction, bits & ((1 << n_fraction) - 1)
-    significand = np.where(exponent > 0, fraction + (1 << n_fraction), fraction)
-    positive = np.ldexp(significand, np.maximum(exponent, 1) - bias - n_fraction)
-    if element == "F8_E4M3":
-        positive[127] = np.nan  # it has no infinity
-    else:
-        positive[124:] = [np.inf, np.nan, np.nan, np.nan]
-    return np.concatenate([positive, -positive]).astype(np.float32)
+    none, numbers = np.empty(0, np.float32), np.empty(256, np.float32)
+    _fill_numbers(np.arange(256, dtype=np.uint8), 0, False, none, small_float(element), numbers)
+    return numbers
 
 
 def _floats(raw: U8Array, dtype: str) -> F32Array:

@@ -159,7 +159,7 @@ class DeviceWindow(Window[DeviceBufferPool]):
 
 
 def cast(values: torch.Tensor, dtype: str) -> torch.Tensor:
-    """[n] float32 cast once to `dtype`, to nearest even; as `narrow`, bfloat16 has one NaN."""
+    """[n] float32 cast once to `dtype`, to nearest even; bfloat16 has one NaN."""
     narrowed = values.to(torch_dtype(dtype))
     if dtype == "BF16":
         narrowed.view(torch.int16).masked_fill_(values.isnan(), int(NAN_BITS))

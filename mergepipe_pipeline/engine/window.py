@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import numpy as np
 
 from mergepipe_pipeline.arrays import F32Array, I64Array, U8Array
+from mergepipe_pipeline.checkpoints.codes import round_to_bfloat16
 from mergepipe_pipeline.checkpoints.stored import (
     Readers,
     Verify,
@@ -29,7 +30,7 @@ from mergepipe_pipeline.engine.sources import Read
 from mergepipe_pipeline.engine.sums import WindowSums
 from mergepipe_pipeline.engine.tie_breaks import RuleKey, deltas_of, nth_in, with_stops
 from mergepipe_pipeline.operators import Window as OperatorWindow
-from mergepipe_pipeline.operators.kernels.bits import Stored, narrow
+from mergepipe_pipeline.operators.kernels.bits import Stored
 from mergepipe_pipeline.operators.kernels.merge_tiles import ABSENT, STORED, TILE_ELEMS
 from mergepipe_pipeline.operators.steps.fused_kernel import FusedKernel, tiles_of
 from mergepipe_pipeline.packs.elements import PackedPart
@@ -398,5 +399,5 @@ def _as_stored(raw: U8Array, dtype: str) -> Stored:
 def narrowed(values: F32Array) -> U8Array:
     """The bytes of [n] float32 values cast once, to nearest even, to bfloat16."""
     bits = np.empty(len(values), np.uint16)
-    narrow(values, bits)
+    round_to_bfloat16(values.view(np.uint32), bits)
     return bits.view(np.uint8)

@@ -123,8 +123,8 @@ def test_a_carried_kernel_is_left_where_its_sources_are_others(
 def test_a_carried_kernel_is_left_where_the_processor_lacks_what_it_needs(
     installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code = "-c import numpy as np; from mergepipe_pipeline.operators.kernels.bits import narrow; "
-    code += "narrow(np.ones(9, np.float32), np.ones(9, np.uint16))"
+    code = "-c import numpy as np; from mergepipe_pipeline.checkpoints.codes import "
+    code += "round_to_bfloat16; round_to_bfloat16(np.ones(9, np.uint32), np.ones(9, np.uint16))"
     assert compiled_by(installed, code, tmp_path, is_read_only=False) == (1, 0)
     monkeypatch.setenv("NUMBA_CPU_NAME", "generic")
     assert compiled_by(installed, code, tmp_path, is_read_only=False) == (0, 1)

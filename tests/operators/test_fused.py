@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.checkpoints.codes import round_to_bfloat16
 from mergepipe_pipeline.domain.plan import ExpertInput, TensorTask, TrimRule
 from mergepipe_pipeline.domain.stats import narrowed
 from mergepipe_pipeline.domain.view import TensorView
 from mergepipe_pipeline.operators import OPERATORS, Window
-from mergepipe_pipeline.operators.kernels.bits import narrow
 from mergepipe_pipeline.operators.kernels.merge_tiles import ABSENT, STORED, TILE_ELEMS
 from mergepipe_pipeline.operators.steps.fused_kernel import FusedKernel, tiles_of
 from tests.support.laws import examples
@@ -176,7 +176,7 @@ def test_each_tile_of_a_row_holds_stored_elements_numbers_in_steps_or_nothing(
 def test_narrowing_rounds_as_torch_does_compiled_or_not(seed: int) -> None:
     values = np.random.default_rng(seed).integers(0, 2**32, 4096, np.uint32).view(np.float32)
     out = np.empty(len(values), np.uint16)
-    narrow(values, out)
+    round_to_bfloat16(values.view(np.uint32), out)
     wanted = torch.from_numpy(values).bfloat16().view(torch.int16).numpy().view(np.uint16)
     nan = np.isnan(values)
     np.testing.assert_array_equal(out[~nan], wanted[~nan])

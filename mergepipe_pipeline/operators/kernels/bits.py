@@ -9,13 +9,9 @@ import numpy as np
 from numba.extending import intrinsic, overload
 
 from mergepipe_pipeline.arrays import F32Array, I16Array, U16Array
-from mergepipe_pipeline.bfloat16 import NAN_BITS, nearest
 from mergepipe_pipeline.jit import cached_njit
 
 Stored = U16Array | F32Array
-
-_INFINITY = np.uint32(0x7F800000)
-_nearest = numba.njit(inline="always")(nearest)
 
 
 def value_of(stored: Any) -> Any:
@@ -65,20 +61,6 @@ def fma(context: Any, x: Any, y: Any, z: Any) -> Any:
         return builder.fma(*arguments)
 
     return single(single, single, single), generate
-
-
-@cached_njit(nogil=True)
-def narrow(values: F32Array, out: U16Array) -> None:
-    """Write `values`, float32 [n], as bits of bfloat16 to `out`, uint16 [n].
-
-    To nearest, ties to even. Every NaN becomes the same one; torch writes two kinds of them, one in
-    vector bodies and one in tails.
-    """
-    bits = values.view(np.uint32)
-    for e in range(len(out)):
-        u = bits[e]
-        is_nan = (u & np.uint32(0x7FFFFFFF)) > _INFINITY
-        out[e] = NAN_BITS if is_nan else np.uint16(_nearest(u))
 
 
 @cached_njit(nogil=True)
