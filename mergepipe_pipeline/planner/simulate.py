@@ -6,18 +6,17 @@ compiled loops take longer to load than all samples of a merge to be merged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 
 from mergepipe_pipeline.arrays import BoolArray, F32Array
-from mergepipe_pipeline.domain.plan import TensorTask, TrimRule
+from mergepipe_pipeline.domain.plan import TensorTask
 from mergepipe_pipeline.operators import OPERATORS, Operator, Window
-from mergepipe_pipeline.operators.steps.fused import FusedMerge, FusedRow
+from mergepipe_pipeline.operators.steps.fused import FusedMerge
 
 Samples = F32Array
-#: Rules that keep every number, and none.
-_ALL, _NONE = TrimRule(0, 1 << 62), TrimRule(0x7F800000, 0)
 
 
 def simulation_of(task: TensorTask) -> Callable[[Samples], Samples]:
@@ -29,9 +28,8 @@ def simulation_of(task: TensorTask) -> Callable[[Samples], Samples]:
     if operator.fused is None:
         return lambda deltas: _in_torch(operator, task, deltas)
     fused, count = operator.fused(task), len(task.experts)
-    used = {k: row for k, row in enumerate(fused.rows) if row is not None}
-    if fused.mix != "values" and all(row.stream is None for row in used.values()):
-        return lambda deltas: _in_numpy(fused, list(used.values()), deltas[list(used)])
+    if fused.is_update and not fused.rows["draws"].any():
+        return lambda deltas: _in_numpy(fused, deltas[fused.adding])
 
     from mergepipe_pipeline.operators.steps.fused_kernel import FusedKernel
 
@@ -46,39 +44,35 @@ def simulation_of(task: TensorTask) -> Callable[[Samples], Samples]:
     return simulate
 
 
-def _in_numpy(fused: FusedMerge, rows: Sequence[FusedRow], deltas: Samples) -> Samples:
-    """Merge `deltas` [rows, n], which are overwritten."""
-
-    def column(name: str) -> F32Array:
-        return np.array([[getattr(row, name)] for row in rows], np.float32)
-
+def _in_numpy(fused: FusedMerge, deltas: Samples) -> Samples:
+    """Merge `deltas` [rows that add, n], which are overwritten."""
+    rows, mixing = fused.rows[fused.adding, None], fused.mixing
     with np.errstate(all="ignore"):  # as compiled loops are
-        if any(row.trim for row in rows):
-            deltas *= _kept(deltas, [row.trim or _ALL for row in rows])
-        if any(row.outliers for row in rows):
-            deltas *= ~_kept(deltas, [row.outliers or _NONE for row in rows])
-        deltas *= column("scale")
-        deltas /= column("divisor")
-        weight = column("weight")
+        if rows["trims"].any():
+            deltas *= _kept(deltas, rows, "trim") | ~rows["trims"]
+        if rows["drops_outliers"].any():
+            deltas *= ~(_kept(deltas, rows, "outlier") & rows["drops_outliers"])
+        deltas *= rows["scale"]
+        deltas /= rows["divisor"]
+        weight = rows["weight"]
         deltas *= weight
         total: Samples = deltas.sum(axis=0)
-        if fused.mix == "vote":
+        if mixing.votes:
             sign = np.where(total >= 0, np.float32(1), np.float32(-1))
             deltas *= sign  # what agrees is positive
             total = np.maximum(deltas, 0).sum(axis=0)
-            if fused.normalize:
+            if mixing.normalize:
                 share = (weight * (deltas > 0)).sum(axis=0)
                 total /= np.where(share != 0, share, 1)
             total *= sign
         else:
-            total /= np.float32(fused.divisor)
-        return total * np.float32(fused.lambda_)
+            total /= mixing.divisor
+        return total * -mixing.minus_lambda
 
 
-def _kept(deltas: Samples, rules: Sequence[TrimRule]) -> BoolArray:
-    size = np.abs(deltas)
-    threshold = np.array([[r.threshold_bits] for r in rules], np.uint32).view(np.float32)
-    stop = np.array([[r.tie_stop_elem] for r in rules])
+def _kept(deltas: Samples, rows: npt.NDArray[np.void], rule: str) -> BoolArray:
+    """What is above a rule's threshold, or a tie before its stop."""
+    size, threshold, stop = np.abs(deltas), rows[f"{rule}_threshold"], rows[f"{rule}_stop_elem"]
     kept: BoolArray = (size > threshold) | (size == threshold) & (np.arange(size.shape[1]) < stop)
     return kept
 

@@ -12,7 +12,7 @@ are written for the vectorizer: a mask is a factor of one or zero, as in torch, 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ import numpy.typing as npt
 from mergepipe_pipeline.arrays import F32Array, U32Array
 from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.operators.kernels.bits import Stored, fma, times, value_of
+from mergepipe_pipeline.operators.kernels.mixing import Mixing
 from mergepipe_pipeline.operators.kernels.prefetch import prefetch_row
 from mergepipe_pipeline.operators.kernels.uniforms import fill_uniforms
 
@@ -28,37 +29,6 @@ TILE_ELEMS = 2048
 #: What `steps` say of a tile whose row holds stored elements, and of one where T equals B.
 STORED, ABSENT = np.float32(0), np.float32(-1)
 _ONE, _ZERO = np.float32(1), np.float32(0)
-
-#: One expert's part in an update; the fields of `FusedRow` for loops, and where its elements lie.
-ROW = np.dtype(
-    [
-        ("is_delta", np.bool_),  # stored is δ, not T
-        ("trims", np.bool_),
-        ("drops_outliers", np.bool_),
-        ("draws", np.bool_),
-        ("trim_threshold", np.float32),
-        ("next_threshold", np.float32),  # the next float32 above: what beats a tie
-        ("outlier_threshold", np.float32),
-        ("trim_stop_elem", np.int64),  # of the tensor; ties before it are kept
-        ("outlier_stop_elem", np.int64),
-        ("stream", np.uint64),
-        ("keep_below", np.uint32),
-        ("scale", np.float32),
-        ("divisor", np.float32),
-        ("weight", np.float32),
-        ("place", np.int64),  # row of `experts`
-    ],
-    align=True,
-)
-
-
-class Mixing(NamedTuple):
-    """How weighted deltas become one update; the fields of `FusedMerge`, as float32."""
-
-    votes: bool
-    normalize: bool
-    divisor: np.float32
-    minus_lambda: np.float32
 
 
 @cached_njit(nogil=True)

@@ -141,17 +141,16 @@ class TaskVectorMethod:
         """`merge` for the compiled kernel."""
         s = _Settings(**values)
         weight = self._weight(s)
-        rows = fused.sparsified(
+        vote = fused.voting(s.normalize, s.lambda_)
+        return fused.sparsified(
             task,
             weight,
             s.density or PerModel([1.0] * len(weight)),
             self.sparsifier.fact,
+            vote if self.consensus else fused.summing(weight, s.normalize, s.lambda_),
             rescale=s.rescale,
             inverse=self._divides_by_probability(s),
         )
-        if self.consensus:
-            return fused.vote(rows, s.normalize, s.lambda_)
-        return fused.update(rows, weight, s.normalize, s.lambda_)
 
     def coefficients(self, **values: Any) -> tuple[float, ...]:
         """The cᵢ of δᵢ, as if nothing were dropped; divided by the density where the merge is."""

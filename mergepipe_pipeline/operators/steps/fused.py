@@ -7,71 +7,50 @@ torch defines the result, and gives the same bits. No arithmetic here and no tor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
+
+from mergepipe_pipeline.arrays import BoolArray
 from mergepipe_pipeline.domain.operator import Fact
-from mergepipe_pipeline.domain.plan import TensorTask, TrimRule
+from mergepipe_pipeline.domain.plan import TensorTask
+from mergepipe_pipeline.operators.kernels.mixing import ROW, Mixing
 from mergepipe_pipeline.operators.steps.mix import SUM_EPSILON, summed
 from mergepipe_pipeline.operators.steps.random import keep_below, stream_key
 from mergepipe_pipeline.operators.steps.registry import PerModel
 from mergepipe_pipeline.operators.steps.sparsify import trim_rule
 
-#: Σ wᵢTᵢ in fused multiply-adds; B + λ Σ d̃ᵢ; B + λ · the sum of what has the elected sign.
-Mix = Literal["values", "sum", "vote"]
-
-
-@dataclass(frozen=True, slots=True)
-class FusedRow:
-    """The steps on one expert's δ, in this order; None or 1 leave a step out.
-
-    Keep what `trim` keeps; drop what `outliers` keeps; keep elements whose number in the random
-    `stream` is below `keep_below`; multiply by `scale`; divide by `divisor`; multiply by `weight`.
-    All numbers as float32.
-    """
-
-    weight: float
-    trim: TrimRule | None = None
-    outliers: TrimRule | None = None
-    stream: int | None = None
-    keep_below: int = 0
-    scale: float = 1.0
-    divisor: float = 1.0
-
 
 @dataclass(frozen=True, slots=True)
 class FusedMerge:
-    """The whole merge of one tensor; `rows` None for an expert that adds nothing.
+    """The whole merge of one tensor: an update, or Σ wᵢTᵢ over the divisor.
 
-    "values" and "sum" are divided by `divisor`; a "vote", if `normalize`, by the sum of the weights
-    that agree. `lambda_` scales an update, not values.
+    `rows` [K] are of type ROW; of these, those that are not `adding` [K] are of no meaning.
     """
 
-    mix: Mix
-    rows: tuple[FusedRow | None, ...]
-    divisor: float = 1.0
-    normalize: bool = False
-    lambda_: float = 1.0
+    rows: npt.NDArray[np.void]
+    adding: BoolArray
+    mixing: Mixing
+    is_update: bool = True
 
 
-def update(
-    rows: Sequence[FusedRow | None], weight: PerModel, normalize: bool, lambda_: float
-) -> FusedMerge:
+def summing(weight: PerModel, normalize: bool, lambda_: float) -> Mixing:
     """B + λ Σ d̃ᵢ, as `mix.linear_sum`."""
     divisor = summed(weight, at_least=SUM_EPSILON) if normalize else 1.0
-    return FusedMerge("sum", tuple(rows), divisor, lambda_=lambda_)
+    return Mixing(False, False, np.float32(divisor), np.float32(-lambda_))
 
 
-def vote(rows: Sequence[FusedRow | None], normalize: bool, lambda_: float) -> FusedMerge:
+def voting(normalize: bool, lambda_: float) -> Mixing:
     """B + λ · the sum of what has the elected sign, as `mix.elected_sum`."""
-    return FusedMerge("vote", tuple(rows), normalize=normalize, lambda_=lambda_)
+    return Mixing(True, normalize, np.float32(1), np.float32(-lambda_))
 
 
 def values(weight: PerModel, normalize: bool) -> FusedMerge:
     """Σ wᵢTᵢ, as `linear`."""
     divisor = summed(weight, at_least=0) if normalize else 1.0
-    return FusedMerge("values", tuple(FusedRow(w) for w in weight), divisor)
+    mixing, adding = Mixing(False, False, np.float32(divisor), np.float32(-1)), [True] * len(weight)
+    return FusedMerge(_weighted(weight), np.array(adding), mixing, is_update=False)
 
 
 def sparsified(
@@ -79,44 +58,47 @@ def sparsified(
     weight: PerModel,
     density: PerModel,
     how: Fact,
+    mixing: Mixing,
     *,
     rescale: bool = False,
     inverse: bool = False,
-) -> list[FusedRow | None]:
-    """Rows that are trimmed, cut to a band or dropped from, then rescaled and weighted.
+) -> FusedMerge:
+    """Rows that are trimmed, cut to a band or dropped from, then rescaled, weighted and mixed.
 
     Rescaled to their L1 norm by the factor in the plan, or, if `inverse`, divided by their density.
     Raises OperatorError if a trim lacks its rule.
     """
-    return [
-        _row(task, k, weight[k], share, how, rescale=rescale, inverse=inverse)
-        for k, share in enumerate(density)
-    ]
+    rows = _weighted(weight)
+    for k, share in enumerate(density):
+        if 0 < share < 1:
+            _sparsify(rows[k], task, k, share, how)
+            if rescale and inverse:
+                rows[k]["divisor"] = share
+            elif rescale:
+                rows[k]["scale"] = task.experts[k].scale
+    return FusedMerge(rows, np.array(density) > 0, mixing)
 
 
-def _row(
-    task: TensorTask,
-    k: int,
-    weight: float,
-    share: float,
-    how: Fact,
-    *,
-    rescale: bool,
-    inverse: bool,
-) -> FusedRow | None:
-    if share <= 0:
-        return None
-    if share >= 1:
-        return FusedRow(weight)
-    expert = task.experts[k]
-    limit = keep_below(share)
-    is_trimmed, is_dropped = how in ("trim", "band"), how == "drop" and limit < 2**32
-    return FusedRow(
-        weight,
-        trim=trim_rule(task, k, share) if is_trimmed else None,
-        outliers=expert.outliers if how == "band" else None,
-        stream=int(stream_key(task.seed, expert.position, task.name)) if is_dropped else None,
-        keep_below=limit if is_dropped else 0,
-        scale=expert.scale if rescale and not inverse else 1.0,
-        divisor=share if rescale and inverse else 1.0,
-    )
+def _weighted(weight: PerModel) -> npt.NDArray[np.void]:
+    rows = np.zeros(len(weight), ROW)
+    rows["scale"], rows["divisor"], rows["weight"] = 1, 1, weight
+    return rows
+
+
+def _sparsify(row: np.void, task: TensorTask, k: int, share: float, how: Fact) -> None:
+    expert, limit = task.experts[k], keep_below(share)
+    if how in ("trim", "band"):
+        trim = trim_rule(task, k, share)
+        row["trims"], row["trim_stop_elem"] = True, trim.tie_stop_elem
+        row["trim_threshold"] = _float_of(trim.threshold_bits)
+        row["next_threshold"] = _float_of(trim.threshold_bits + 1)
+    if how == "band" and expert.outliers is not None:
+        row["drops_outliers"], row["outlier_stop_elem"] = True, expert.outliers.tie_stop_elem
+        row["outlier_threshold"] = _float_of(expert.outliers.threshold_bits)
+    if how == "drop" and limit < 2**32:
+        row["draws"], row["keep_below"] = True, limit
+        row["stream"] = stream_key(task.seed, expert.position, task.name)
+
+
+def _float_of(bits: int) -> np.float32:
+    return np.uint32(bits).view(np.float32)
