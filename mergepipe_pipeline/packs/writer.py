@@ -44,6 +44,9 @@ from mergepipe_pipeline.storage.atomic import full_disk_named
 
 #: Chunks that one thread reads, encodes and hands over at once: 2 MiB of bfloat16 of each model.
 _CHUNKS_AT_ONCE = 16
+#: Tensors whose bases are found before their turn: a large one, which one thread looks through,
+#: leaves the others work.
+_BASES_AHEAD = 24
 
 
 class Packing(NamedTuple):
@@ -99,7 +102,7 @@ def write_pack(
         # Products of matrices are made by one thread each: the bits of a sum depend on the parts.
         stack.enter_context(threadpool_limits(1, "blas"))
         workers, finders = (stack.enter_context(Workers(threads.analysis())) for _ in range(2))
-        found = finders.map(partial(_with_basis, origin=origin), tensors, depth=threads.analysis())
+        found = finders.map(partial(_with_basis, origin=origin), tensors, depth=_BASES_AHEAD)
         jobs = (
             job for packing, basis, older in found for job in _jobs(packing, basis, older, origin)
         )
@@ -170,12 +173,13 @@ def _encoded(
         some = slice(at, at + CHUNK_ELEMS)
         near = [numbers[some] for numbers in rungs]
         chunk = encode_chunk(expert[some], base[some], dtype, basis.unit, threshold_bits, near)
-        told = predict(base[some], near[-1], basis.unit, dtype) if near else None
-        decoded = np.empty_like(expert[some])
-        decode_bits(Frames.of({"X": [chunk.frames["X"]]}), base[some], decoded, told)
-        if not np.array_equal(decoded, expert[some]):
-            raise _decoded_to_others(packing, (start_elem + at) // CHUNK_ELEMS)
         chunks.append(chunk)
+    told = predict(base, rungs[-1], basis.unit, dtype) if rungs else None
+    decoded = np.empty_like(expert)
+    decode_bits(Frames.of({"X": [chunk.frames["X"] for chunk in chunks]}), base, decoded, told)
+    if not np.array_equal(decoded, expert):
+        wrong = int(np.argmax(decoded != expert))
+        raise _decoded_to_others(packing, (start_elem + wrong) // CHUNK_ELEMS)
     if first == 0:
         chunks[0] = replace(chunks[0], frames={**chunks[0].frames, **basis.frames})
     return chunks
