@@ -10,7 +10,7 @@ them is another expert, near to the one that was packed, with a name and content
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -83,18 +83,25 @@ def pull_packs(
     `base` is the registered name of their base here, by default the one that it had where they were
     packed. With a `rung`, other experts are made of their directions up to there. Raises
     NotFoundError for an expert that has no pack there, CorruptionError for another base or what is
-    damaged, MergePipeError for a name that is taken, and RemoteError.
+    damaged, MergePipeError for a name that is taken, and RemoteError. A pack that cannot be read,
+    as of another version, keeps no other from being taken.
     """
     progress = progress or Silent()
     folder = folder_at(parse_address(source))
     by_name: dict[str, tuple[str, PortablePack]] = {}
+    unreadable: list[CorruptionError] = []
     for place, portable in _portable(folder, source):
+        if isinstance(portable, CorruptionError):
+            unreadable.append(portable)
+            continue
         name = portable.expert.name
         if name in by_name and (name in names or not names):
             raise _several(source, name, by_name[name][0], place)
         by_name[name] = place, portable
     missing = [name for name in names if name not in by_name]
     if missing or not by_name:
+        if unreadable:  # which may be of that expert
+            raise unreadable[0]
         raise NotFoundError(
             "There is no such pack at the address",
             where=source,
@@ -105,10 +112,13 @@ def pull_packs(
         )
     chosen = [by_name[name] for name in names or sorted(by_name)]
     pulled = _pulled if rung is None else partial(_made_near, rung=rung)
-    return tuple(
+    done = tuple(
         pulled(warehouse, _Place(folder, source, place), p, base or p.expert.base, progress)
         for place, p in chosen
     )
+    if unreadable and not names:
+        raise unreadable[0]
+    return done
 
 
 def _several(source: str, name: str, *places: str) -> MergePipeError:
@@ -121,14 +131,15 @@ def _several(source: str, name: str, *places: str) -> MergePipeError:
     )
 
 
-def _portable(folder: Folder, source: str) -> list[tuple[str, PortablePack]]:
-    """The folders at an address that have packs, and what each tells."""
-    found = []
+def _portable(folder: Folder, source: str) -> Iterator[tuple[str, PortablePack | CorruptionError]]:
+    """The folders at an address that have packs, and what each tells, or why it tells nothing."""
     for name in folder.names(PACKS):
         place, _, file = name.rpartition("/")
         if file == EXPERT and (data := folder.read(name, MAX_NBYTES)) is not None:
-            found.append((place, PortablePack.from_bytes(data, f"{source}/{name}")))
-    return found
+            try:
+                yield place, PortablePack.from_bytes(data, f"{source}/{name}")
+            except CorruptionError as error:
+                yield place, error
 
 
 def _pulled(

@@ -93,6 +93,26 @@ def refused(there: Warehouse, pushed: Pushed, kind: type[MergePipeError] = Corru
     return str(caught.value)
 
 
+def test_a_pack_of_another_version_keeps_no_other_at_the_address_from_being_taken(
+    here: Warehouse, s3: WatchedS3, bucket: str, tmp_path: Path
+) -> None:
+    to, store = f"s3://{bucket}/experts", s3.store(bucket)
+    for name in ("e0", "e1"):
+        push_pack(here, name, to)
+    for key in (k for k in s3.keys(bucket) if k.endswith("/expert.json")):
+        told = bytes(obstore.get(store, key).bytes())
+        if PortablePack.from_bytes(told, key).expert.name == "e0":
+            obstore.put(store, key, seal({**unseal(told, ""), "format": "mergepipe-portable/2"}))
+    home = Warehouse.at(tmp_path / "home").ensure()
+    shutil.copytree(here.root.parent / "base", tmp_path / "base")
+    register(home, tmp_path / "base", "base")
+    for names in (["e0"], []):
+        with pytest.raises(CorruptionError, match="push it again"):
+            pull_packs(home, to, names)
+    assert home.catalog.names() == ["base", "e1"]
+    assert [(p.name, p.fresh) for p in pull_packs(home, to, ["e1"])] == [("e1", False)]
+
+
 @pytest.mark.parametrize("of", ["frames", "leftover", "both"])
 def test_weights_of_another_expert_are_refused(
     here: Warehouse, there: Warehouse, pushed: Pushed, s3: WatchedS3, bucket: str, of: str
