@@ -24,7 +24,7 @@ def steps_at(folder: Path) -> tuple[dict[int, list[str]], bool]:
     with os.scandir(folder) as entries:
         inside = list(entries)
     has_weights = any(is_weights(e.name) for e in inside)
-    return steps_in(e.name for e in inside if e.is_dir()), has_weights
+    return steps_in(e.name for e in inside if os.path.isdir(e.path)), has_weights
 
 
 def link_steps(warehouse: Warehouse) -> None:

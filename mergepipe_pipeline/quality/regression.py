@@ -228,8 +228,7 @@ class Changes:
 
 def changes_between(warehouse: Warehouse, live: Snapshot, other: Snapshot) -> Changes:
     """Compare `live` with `other`. Raises CorruptionError for a damaged provenance."""
-    texts = [provenance_of(s).get("recipe", "") for s in (live, other)]
-    recipes = [said(text, _NOT_OF_WEIGHTS) for text in texts]
+    old, new = (provenance_of(s).get("recipe", "") for s in (live, other))
     before, after = request_of(live), request_of(other)
     shards = {s.layer: s.sha256 for s in live.manifest.shards}
     other_shards = {s.layer: s.sha256 for s in other.manifest.shards}
@@ -243,7 +242,7 @@ def changes_between(warehouse: Warehouse, live: Snapshot, other: Snapshot) -> Ch
         live.snapshot_id,
         other.snapshot_id,
         tuple(_inputs(warehouse, (live, before), (other, after))),
-        requests[0] != requests[1] or recipes[0] != recipes[1],
+        requests[0] != requests[1] or said(old, _NOT_OF_WEIGHTS) != said(new, _NOT_OF_WEIGHTS),
         tuple(sorted(differ, key=layer_order)),
         len(other_shards),
     )

@@ -150,7 +150,7 @@ class Bucket:
 
     def _other(self, key: str, expected: str, found: str) -> CorruptionError:
         return CorruptionError(
-            "An object of a bucket is not what was put there",
+            "An object of a bucket is not what is expected there",
             where=self.where(key),
             expected=expected,
             found=found,

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.analysis import order
 from mergepipe_pipeline.analysis.order import Histogram, bits_at, keep_largest
 from mergepipe_pipeline.arrays import U32Array
 from mergepipe_pipeline.domain.plan import TrimRule
@@ -55,6 +56,14 @@ def kept_by(rule: TrimRule, values: Floats) -> npt.NDArray[np.bool_]:
     bits, index = values.view(np.uint32), np.arange(len(values))
     ties = (bits == rule.threshold_bits) & (index < rule.tie_stop_elem)
     return np.asarray((bits > rule.threshold_bits) | ties)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_parts() -> Iterator[None]:
+    """Windows are looked through in parts; here these are shorter than windows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(order, "_PART", 7)
+        yield
 
 
 @given(found=scores(), data=st.data())
