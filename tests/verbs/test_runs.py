@@ -69,6 +69,11 @@ def test_two_folders_of_one_step_and_a_folder_without_steps_are_refused_before_a
     assert not list(home.inbox.iterdir())
 
 
+def test_a_link_that_leads_to_itself_is_no_step(run: Path) -> None:
+    (run / "checkpoint-1200").symlink_to("checkpoint-1200")
+    assert holds_run(run)
+
+
 def test_a_model_beside_its_steps_lands_as_before_unless_the_run_is_asked_for(
     home: Warehouse, run: Path, family: Path
 ) -> None:
