@@ -101,7 +101,7 @@ def test_weights_are_written_in_files_of_a_size(tmp_path: Path, size: str, n_fil
         assert all(f.stat().st_size < 45_000 or len(load_file(f)) == 1 for f in files)
     again = CliRunner().invoke(main, [*arguments, "--out", str(folders["sized"])])
     assert again.exit_code != 0
-    assert "earlier export" in again.output
+    assert "holds a result already" in again.output
     named = folders["sized"].rename(tmp_path / read_manifest(folders["sized"]).snapshot_id)
     (named / RECIPE_FILE).unlink()  # beside the snapshot's files
     verify_snapshot(named, lambda _: None)

@@ -34,7 +34,7 @@ ELSEWHERE = {"mkdir", "chmod", "utime", "unlink"}
 
 def python(*args: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
 
 @pytest.mark.waits
