@@ -44,9 +44,6 @@ from mergepipe_pipeline.storage.atomic import full_disk_named
 
 #: Chunks that one thread reads, encodes and hands over at once: 2 MiB of bfloat16 of each model.
 _CHUNKS_AT_ONCE = 16
-#: Tensors whose bases are found before their turn: a large one, which one thread looks through,
-#: leaves the others work.
-_BASES_AHEAD = 24
 
 
 class Packing(NamedTuple):
@@ -102,7 +99,7 @@ def write_pack(
         # Products of matrices are made by one thread each: the bits of a sum depend on the parts.
         stack.enter_context(threadpool_limits(1, "blas"))
         workers, finders = (stack.enter_context(Workers(threads.analysis())) for _ in range(2))
-        found = finders.map(partial(_with_basis, origin=origin), tensors, depth=_BASES_AHEAD)
+        found = finders.map(partial(_with_basis, origin=origin), tensors, depth=threads.analysis())
         jobs = (
             job for packing, basis, older in found for job in _jobs(packing, basis, older, origin)
         )
