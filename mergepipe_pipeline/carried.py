@@ -1,4 +1,4 @@
-"""Kernels that the wheel carries: compiled when it was built, for every processor of a kind.
+"""Kernels that the wheel carries: compiled when it was built, for every processor of some kinds.
 
 Numba keeps what it compiles for one processor. That may be faster, and never gives other bits, so
 it is preferred; what is carried spares a new installation the wait.
@@ -7,7 +7,7 @@ it is preferred; what is carried spares a new installation the wait.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,18 +18,19 @@ from numba.core.caching import NullCache
 from mergepipe_pipeline.digest import sha256_hex
 
 _core: Any = numba.core
-#: What LLVM calls x86-64-v3, beyond what all x86-64 have; `demo/kernels.py` compiles for it.
-FEATURES = (
-    "avx avx2 bmi bmi2 crc32 cx16 f16c fma lzcnt movbe popcnt sahf sse3 sse4.1 sse4.2 ssse3 xsave"
-)
 
 
 class KernelCache(NullCache):
-    """A kernel's compiled code: for this processor if it is kept, else as it is carried."""
+    """A kernel's compiled code: for this processor if it is kept, else as it is carried.
+
+    Folders of what is carried are given by the features that its processors have, the best first.
+    """
 
     takes_carried: ClassVar[bool] = True
 
-    def __init__(self, function: Any, carried: Path, kept: Callable[[], Path]) -> None:
+    def __init__(
+        self, function: Any, carried: Mapping[Path, str], kept: Callable[[], Path]
+    ) -> None:
         self._function, self._carried, self._kept = function, carried, kept
 
     @cached_property
@@ -47,15 +48,14 @@ class KernelCache(NullCache):
         # too, for half a second.
         _core.runtime.rtsys.initialize(target_context)
         own = self._loaded(sig, target_context) if self._kept().exists() else None
-        path = carried_path(self._carried, self._function, sig)
-        is_carried = self.takes_carried and path.exists() and fits(target_context.codegen())
-        if own is not None or not is_carried:
-            return own
-        result = _core.compiler.CompileResult._rebuild(
-            target_context, *pickle.loads(path.read_bytes())
-        )
-        _core.caching._cache_log("[cache] data loaded from %r", str(path))
-        return result
+        for folder, features in self._carried.items() if own is None and self.takes_carried else ():
+            path = carried_path(folder, self._function, sig)
+            if path.exists() and fits(target_context.codegen(), features):
+                _core.caching._cache_log("[cache] data loaded from %r", str(path))
+                return _core.compiler.CompileResult._rebuild(
+                    target_context, *pickle.loads(path.read_bytes())
+                )
+        return own
 
     def _loaded(self, sig: Any, target_context: Any) -> Any:
         with self._own._guard_against_spurious_io_errors():
@@ -66,10 +66,10 @@ class KernelCache(NullCache):
         self._own.save_overload(sig, data)
 
 
-def fits(codegen: Any) -> bool:
-    """Whether the processor that code is generated for runs what is carried."""
+def fits(codegen: Any, features: str) -> bool:
+    """Whether the processor that code is generated for has these features."""
     has = codegen.magic_tuple()[2].split(",")
-    return {f"+{feature}" for feature in FEATURES.split()} <= set(has)
+    return {f"+{feature}" for feature in features.split()} <= set(has)
 
 
 def carry(kernel: Any, types: tuple[Any, ...], folder: Path) -> None:

@@ -27,6 +27,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _PACKAGE = Path(__file__).parent
 #: Where kernels are.
 KERNELS = ("analysis", "checkpoints", "operators/kernels", "packs", "planner", "storage")
+#: What the kinds of processors that kernels are carried for have, by LLVM's names, the best first:
+#: those since 2019, or 2022 of AMD, which do not slow down for the longest vectors as others did,
+#: and those since 2013, or 2015 of AMD.
+_V3 = "avx avx2 bmi bmi2 crc32 cx16 f16c fma lzcnt movbe popcnt sahf sse3 sse4.1 sse4.2 ssse3 xsave"
+_LONG = "avx512bw avx512cd avx512dq avx512f avx512ifma avx512vbmi avx512vl"
+KINDS = {"x86-64-v4": f"{_V3} {_LONG}", "x86-64-v3": _V3}
 _IMPORT = re.compile(r"^from mergepipe_pipeline\.(\S+) import (.*)$", re.MULTILINE)
 
 
@@ -38,7 +44,8 @@ def cached_njit(**options: Any) -> Callable[[Function], Function]:
 
     def decorate(function: Function) -> Function:
         compiled: Any = numba.njit(**options)(function)
-        compiled._cache = KernelCache(function, carried_folder(), kernel_cache)
+        carried = {carried_folder() / kind: features for kind, features in KINDS.items()}
+        compiled._cache = KernelCache(function, carried, kernel_cache)
         return cast(Function, compiled)
 
     return decorate

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from llvmlite.binding import get_host_cpu_features
 
 import mergepipe_pipeline
 from mergepipe_pipeline import jit
@@ -117,6 +118,29 @@ def test_what_is_compiled_for_this_processor_is_preferred_to_what_is_carried(cop
         ran = [sys.executable, "-c", code]
         done = subprocess.run(ran, check=True, cwd=copied, env=env, capture_output=True, text=True)
         assert re.findall(f"data loaded from '{package}/(\\w+)/", done.stdout) == [place]
+
+
+def test_a_kernel_is_taken_of_the_best_kind_that_the_processor_is_of(copied: Path) -> None:
+    package, kernel = copied / "mergepipe_pipeline", "operators.kernels.bits.subtract"
+    shutil.rmtree(package / "compiled", ignore_errors=True)
+    lines = [x for x in SIGNATURES.read_text().splitlines() if x.startswith(kernel)]
+    (package / "demo/signatures.txt").write_text("\n".join(lines))
+    code = (
+        "import numpy as np; from mergepipe_pipeline.operators.kernels.bits import subtract; "
+        "a = np.ones(9, np.uint16); subtract(a, a, np.ones(9, np.float32))"
+    )
+    compiles = [sys.executable, "-m", "mergepipe_pipeline.demo.kernels", "--carried"]
+    env = {**os.environ, "PYTHONPATH": str(copied), "NUMBA_DEBUG_CACHE": "1"}
+    subprocess.run(compiles, check=True, cwd=copied, env=env, capture_output=True)
+    host = {name for name, has in get_host_cpu_features().items() if has}
+    for kind, features in jit.KINDS.items():
+        if host >= set(features.split()):
+            env["NUMBA_CPU_FEATURES"] = ",".join(f"+{feature}" for feature in features.split())
+            ran = [sys.executable, "-c", code]
+            done = subprocess.run(ran, cwd=copied, env=env, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            loaded = re.findall(f"data loaded from '{package}/compiled/.*/(.*)/", done.stdout)
+            assert loaded == [kind]
 
 
 def test_every_cached_kernel_lies_where_its_freshness_is_looked_after() -> None:

@@ -3,7 +3,7 @@
 Numba compiles for types. Those that merges meet stand in signatures.txt, since nothing can be
 merged where a wheel is built: `python -m tests.house.signatures` writes it.
 
-With `--carried` they are compiled into the package for every processor of a kind, as setup.py asks
+With `--carried` they are compiled into the package for all processors of a kind, as setup.py asks
 for a wheel, and `make kernels` for suites, whose workers would each compile them. Without, for this
 processor, into `jit.kernel_cache`, which is preferred: for an image.
 """
@@ -16,16 +16,17 @@ import shutil
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from mergepipe_pipeline.jit import carried_folder, kernel_cache, kernel_sources
+from mergepipe_pipeline.jit import KINDS, carried_folder, kernel_cache, kernel_sources
 
 SIGNATURES = Path(__file__).with_name("signatures.txt")
-#: Processors since 2013, or 2015 of AMD; `carried.py` looks for their features.
-_KIND = {"NUMBA_CPU_NAME": "x86-64-v3", "NUMBA_CPU_FEATURES": "", "NUMBA_DISABLE_INTEL_SVML": "1"}
+#: Kernels that longer vectors make faster: random numbers are products of 64 bits.
+_WIDE = "operators.kernels."
 
 
 def parsed(line: str) -> tuple[Any, tuple[Any, ...]]:
@@ -51,20 +52,24 @@ def compile_kernels() -> Path:
 
 
 def carry_kernels() -> Path:
-    """Compile for all processors of a kind what is not carried yet; the folder where it is."""
+    """Compile for all processors of the kinds what is not carried yet; the folder where it is."""
     folder = carried_folder()
     for other in set(folder.parent.glob("*")) - {folder}:  # of other sources
         shutil.rmtree(other)
-    folder.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory() as cache:  # of kernels that others are compiled from
-        os.environ.update(_KIND, NUMBA_CACHE_DIR=cache)  # Numba looks when it is loaded
-        _each(_carry)
+    for kind, features, of in zip(KINDS, ("-prefer-256-bit", ""), (_WIDE, ""), strict=True):
+        (folder / kind).mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory() as cache:  # of kernels that others are compiled from
+            options = {"CPU_NAME": kind, "CPU_FEATURES": features, "DISABLE_INTEL_SVML": "1"}
+            # Numba looks when it is loaded.
+            os.environ.update({f"NUMBA_{k}": v for k, v in options.items()}, NUMBA_CACHE_DIR=cache)
+            _each(partial(_carry, folder / kind), of)
     return folder
 
 
-def _each(compiled: Callable[[str], None]) -> None:
+def _each(compiled: Callable[[str], None], of: str = "") -> None:
+    lines = SIGNATURES.read_text(encoding="utf-8").splitlines()
     with ProcessPoolExecutor() as pool:
-        list(pool.map(compiled, SIGNATURES.read_text(encoding="utf-8").splitlines()))
+        list(pool.map(compiled, [line for line in lines if line.startswith(of)]))
 
 
 def _compile(line: str) -> None:
@@ -75,10 +80,10 @@ def _compile(line: str) -> None:
     kernel.compile(types)
 
 
-def _carry(line: str) -> None:
+def _carry(folder: Path, line: str) -> None:
     from mergepipe_pipeline.carried import carry
 
-    carry(*parsed(line), carried_folder())
+    carry(*parsed(line), folder)
 
 
 if __name__ == "__main__":
