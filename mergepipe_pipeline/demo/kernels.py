@@ -22,11 +22,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from mergepipe_pipeline.jit import KINDS, carried_folder, kernel_cache, kernel_sources
+from mergepipe_pipeline.jit import carried_folder, kernel_cache, kernel_sources
 
 SIGNATURES = Path(__file__).with_name("signatures.txt")
-#: Kernels that longer vectors make faster: random numbers are products of 64 bits.
-_WIDE = "operators.kernels."
+#: By kind of processor (`jit.KINDS`), LLVM's options and the room of the kernels. Longer vectors
+#: make merges alone faster, whose random numbers are products of 64 bits; unasked, LLVM leaves half
+#: of each vector unused.
+_BUILDS = {"x86-64-v4": ("-prefer-256-bit", "operators.kernels."), "x86-64-v3": ("", "")}
 
 
 def parsed(line: str) -> tuple[Any, tuple[Any, ...]]:
@@ -56,20 +58,20 @@ def carry_kernels() -> Path:
     folder = carried_folder()
     for other in set(folder.parent.glob("*")) - {folder}:  # of other sources
         shutil.rmtree(other)
-    for kind, features, of in zip(KINDS, ("-prefer-256-bit", ""), (_WIDE, ""), strict=True):
+    for kind, (features, room) in _BUILDS.items():
         (folder / kind).mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory() as cache:  # of kernels that others are compiled from
             options = {"CPU_NAME": kind, "CPU_FEATURES": features, "DISABLE_INTEL_SVML": "1"}
             # Numba looks when it is loaded.
             os.environ.update({f"NUMBA_{k}": v for k, v in options.items()}, NUMBA_CACHE_DIR=cache)
-            _each(partial(_carry, folder / kind), of)
+            _each(partial(_carry, folder / kind), room)
     return folder
 
 
-def _each(compiled: Callable[[str], None], of: str = "") -> None:
+def _each(compiled: Callable[[str], None], room: str = "") -> None:
     lines = SIGNATURES.read_text(encoding="utf-8").splitlines()
     with ProcessPoolExecutor() as pool:
-        list(pool.map(compiled, [line for line in lines if line.startswith(of)]))
+        list(pool.map(compiled, [line for line in lines if line.startswith(room)]))
 
 
 def _compile(line: str) -> None:

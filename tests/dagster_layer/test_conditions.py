@@ -256,6 +256,15 @@ class Served(Daemon):
             found = instance.get_freshness_state_records([RELEASE])
         return found[RELEASE].freshness_state.value if found else ""
 
+    def last_label(self) -> str:
+        """What the last evaluation says of the plan."""
+        with self.instance as instance:
+            assert instance.schedule_storage is not None
+            found = instance.schedule_storage.get_auto_materialize_asset_evaluations(
+                dg.AssetKey(["one", "plan"]), 1
+            )
+        return str(found[0].get_evaluation_with_run_ids().evaluation.condition_snapshot.label)
+
     def served(self) -> int:
         """How many runs of the asset downstream there are, once it was looked at twice more."""
         before = len(self.skips("theirs", None))
@@ -294,8 +303,11 @@ def test_under_a_daemon_a_change_is_merged_and_served_once_and_an_unchanged_nigh
             found = storage.get_auto_materialize_asset_evaluations(dg.AssetKey(["one", "plan"]), 50)
         told = [record.get_evaluation_with_run_ids() for record in found]
         assert {run_id for one in told for run_id in one.run_ids} == daemon.merges()
-        labels = {one.evaluation.condition_snapshot.label for one in told}
-        assert "current: the release is current" in labels
+        # It waits for some seconds after each time that the daemon loads the definitions anew.
+        daemon.wait_for(
+            "the release is current",
+            lambda: daemon.last_label() == "current: the release is current",
+        )
     finally:
         daemon.kill()
 

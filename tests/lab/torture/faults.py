@@ -14,7 +14,7 @@ from tests.lab.torture.shim import KINDS, Fault, Shim
 from tests.lab.torture.tally import Outcome
 from tests.lab.torture.world import copy_place
 
-_SHORT = 6
+_SHORT = 10
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from tests.lab.torture.shim import Fault, Shim
 from tests.lab.torture.tally import Outcome, Problem
 from tests.lab.torture.world import State, copy_place, make_world, state_of
 
-_SHORT, _LONG = 6, 2200
+_SHORT, _LONG = 10, 2200
 #: Kinds of files that say what they are, and the share of tries in which two of them are swapped.
 _SEALED, _SWAPS = ("catalog/", "plans", "actions", "objects", "refs"), 0.2
 _INPUTS = ("base", "expert_00", "expert_01", "adapter")
