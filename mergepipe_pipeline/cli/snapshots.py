@@ -360,7 +360,9 @@ def verify(
 def _verify_snapshot(console: Console, what: str, *, inputs: bool) -> None:
     from mergepipe_pipeline.verbs.verify import verify as run
 
-    done = run(console.existing, what, console.progress)
+    # A folder says all of itself, also on a machine that has no warehouse.
+    home = console.place if Path(what).is_dir() else console.existing
+    done = run(home, what, console.progress)
     sentence = f"ok: {done.files} files, {size(done.nbytes)} checked"
     if not inputs:
         console.show({"ok": True, **asdict(done)}, sentence)

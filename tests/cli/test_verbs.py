@@ -102,6 +102,24 @@ def test_verify_names_the_file_and_tensor_that_is_wrong(
     assert "tensor model.layers.0." in result.stderr
 
 
+def test_a_folder_that_was_merged_is_verified_where_no_warehouse_is(
+    cli: Callable[..., Any], recipe: Path, tmp_path: Path
+) -> None:
+    out, nowhere = tmp_path / "out", tmp_path / "nowhere"
+    cli("merge", recipe, "--out", out)
+    words = ["verify", str(out), "--home", str(nowhere)]
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 0, done.output
+    assert done.output.startswith("ok: ")
+    config = out / "config.json"
+    config.chmod(0o644)
+    config.write_text("{}")
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 19
+    assert "config.json" in done.output
+    assert not nowhere.exists()
+
+
 def test_register_and_analyze_are_remembered(cli: Callable[..., Any], family: Path) -> None:
     cli("register", family / "base")
     assert cli("register", family / "expert_00", "--base", "base", "--name", "math")["version"] == 1
