@@ -8,11 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from mergepipe_pipeline.domain.checkpoint import TensorEntry
-from mergepipe_pipeline.domain.layers import layer_index, with_layer_index
 from mergepipe_pipeline.domain.operator import OperatorSchema, Parameter
-from mergepipe_pipeline.domain.recipe import ModelRef, TensorRecipe
-from mergepipe_pipeline.domain.view import TensorView
+from mergepipe_pipeline.domain.recipe import ModelRef
 from mergepipe_pipeline.dtypes import FLOATING, TORCH_NAME, itemsize
 from mergepipe_pipeline.recipe.parameters import SHARES, Setting, as_bool
 from mergepipe_pipeline.recipe.problems import KeyPath, Lines, Problems, shown, shown_path, suggest
@@ -313,29 +310,6 @@ def idle_filters(levels: Iterable[Level], names: Mapping[str, None]) -> list[str
         for rule in setting
         if rule.filter is not None and not any(rule.filter in tensor for tensor in names)
     ]
-
-
-def mixed_shapes(
-    made: Iterable[TensorRecipe],
-    tables: Sequence[Mapping[str, TensorEntry | TensorView]],
-    refs: Sequence[ModelRef],
-) -> list[str]:
-    """Warn of layers that differ in shape, which no config can say; `made` from the models."""
-    seen: dict[str, tuple[int, str, tuple[int, ...]]] = {}
-    for t in made:
-        source = t.base or t.inputs[0]
-        like = tables[source.model].get(source.tensor)
-        if layer_index(t.name) is None or like is None:
-            continue
-        role = with_layer_index(t.name, 0)
-        model, tensor, shape = seen.setdefault(role, (source.model, source.tensor, like.shape))
-        if model != source.model and shape != like.shape:
-            return [
-                f"{source.tensor} of {refs[source.model].text!r} has {list(like.shape)} where "
-                f"{tensor} of {refs[model].text!r} has {list(shape)}: no config fits both, so the "
-                "result will not load; mergekit does not look"
-            ]
-    return []
 
 
 def copied(names: Sequence[str], source: ModelRef) -> str:

@@ -21,7 +21,6 @@ from mergepipe_pipeline.recipe.checks import (
     copied,
     dtype_warnings,
     idle_filters,
-    mixed_shapes,
     untied,
 )
 from mergepipe_pipeline.recipe.model_tensors import Belongs, ModelTable, Table
@@ -57,7 +56,6 @@ def resolve_recipe(parsed: ParsedRecipe, models: Sequence[ModelTable]) -> Recipe
         raise recipe_error([problems], parsed.where)
     tables = [model.tensors for model in models]
     warnings = [*parsed.warnings, *resolver.warnings]
-    warnings += mixed_shapes(tensors, tables, parsed.references)
     warnings += _rounding_warnings(parsed, tensors, tables)
     return _recipe_of(parsed, tensors, resolver.sliced, warnings)
 

@@ -109,37 +109,76 @@ def layer_changes(
     """
     config = models[template].stated
     changes: list[tuple[str, ConfigValue]] = []
+    for stack in dict.fromkeys(map(layer_stack, (t.name for t in recipe.tensors))):
+        if stack is not None and not models[template].is_partial:
+            _refuse_unlike(recipe, models, template, stack)
     for stack, n in recipe.sliced:
         depths = _depth_places(config, stack)
         if not depths:
             _refuse_unknown_part(models[template], config, stack, n)
         changes += [(place, n) for place in depths if at_place(config, place) != n]
         _refuse_mixed(recipe, models, stack)
-        _refuse_foreign(recipe, models, template, stack)
         changes += _Stack.of(recipe, models, template, stack, n).changes()
     return changes
 
 
-def _refuse_foreign(recipe: Recipe, models: Sequence[Model], template: int, stack: str) -> None:
-    """Raise IncompatibleCheckpointsError for layers of another class that have other tensors."""
-    own = _layers_of(models[template], stack)
-    if _EXPERTS in (own.rules or {}):  # its config says which layers have experts
-        return
-    places = {with_layer_index(n, 0) for n in own.model.views if layer_stack(n) == stack}
+def _refuse_unlike(recipe: Recipe, models: Sequence[Model], template: int, stack: str) -> None:
+    """Raise IncompatibleCheckpointsError for layers with other tensors than the template's have.
+
+    Its config asks for these. What its own layers differ in, a config of its class may say.
+    """
+    parts = {m: _layers_of(models[m], stack) for m in sorted({*recipe.used, template})}
+    own, shapes = parts[template], _shapes(parts[template], stack)
+    found: dict[int, tuple[int, int, set[str]]] = {}  # layer: its source, and names as of layer 0
     for t in recipe.tensors:
         sources = _layer_sources(t, recipe.method) if layer_stack(t.name) == stack else []
-        if not sources or is_buffer(t.name) or with_layer_index(t.name, 0) in places:
+        if not sources or is_buffer(t.name) or sources[0][1] >= parts[sources[0][0]].n:
             continue
-        (model, layer), kind = sources[0], own.values.get("model_type")
-        part = _layers_of(models[model], stack)
-        if part.values.get("model_type") != kind:
-            raise IncompatibleCheckpointsError(
-                "A layer of another class has a tensor that no config of this class has",
-                where=f"{part.where}, layer {layer}",
-                expected=f"tensors as in {own.model.name}, a {kind!r}"[:160],
-                found=t.name,
-                next_step="take slices of models of one class, or with equal tensors",
-            )
+        name, (model, layer) = with_layer_index(t.name, 0), sources[0]
+        found.setdefault(layer_index(t.name) or 0, (model, layer, set()))[2].add(name)
+        first = t.inputs[0] if t.base is None else t.base
+        shape, known = models[first.model].views[first.tensor].shape, {*shapes.get(name, [])}
+        if len(known) == 1 and shape not in known:
+            title = "Layers whose tensors have other shapes fit no config"
+            expected = f"{name} with {list(*known)} in {own.model.name}"
+            raise _unlike(title, models[model], layer, expected, f"{t.name} with {list(shape)}")
+    if _EXPERTS in (own.rules or {}):  # its config says which layers have experts
+        return
+    always = {name for name, of_all in shapes.items() if len(of_all) == own.n}
+    for model, layer, names in found.values():
+        if lacking := sorted(always - names):
+            title = f"A layer lacks a tensor that the config of {own.model.name!r} asks for"
+            raise _unlike(title, models[model], layer, lacking[0], f"none in {models[model].name}")
+    used = [(model, layer, names) for model, layer, names in found.values()]
+    for model, part in parts.items():  # what another class has besides changes what it computes
+        if part.values.get("model_type") != own.values.get("model_type"):
+            used.append((model, 0, {*_shapes(part, stack)}))
+    for model, layer, names in used:
+        if more := sorted(names - shapes.keys()):
+            title = f"A layer has a tensor that the config of {own.model.name!r} does not ask for"
+            expected = f"tensors as in {own.model.name}"
+            raise _unlike(title, models[model], layer, expected, with_layer_index(more[0], layer))
+
+
+def _shapes(of: _Layers, stack: str) -> dict[str, list[tuple[int, ...]]]:
+    """The shapes of each tensor in a stack's layers, by its name in layer 0."""
+    shapes: dict[str, list[tuple[int, ...]]] = {}
+    for name, view in of.model.views.items():
+        if layer_stack(name) == stack and not is_buffer(name) and (layer_index(name) or 0) < of.n:
+            shapes.setdefault(with_layer_index(name, 0), []).append(view.shape)
+    return shapes
+
+
+def _unlike(
+    title: str, model: Model, layer: int, expected: str, found: str
+) -> IncompatibleCheckpointsError:
+    return IncompatibleCheckpointsError(
+        title,
+        where=f"{model.checkpoint.root}, layer {layer}",
+        expected=expected,
+        found=found,
+        next_step="merge models of one class and size, or leave this one out",
+    )
 
 
 def _layer_sources(t: TensorRecipe, method: str) -> list[tuple[int, int]]:
