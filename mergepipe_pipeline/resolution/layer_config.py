@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mergepipe_pipeline.domain.layers import (
-    is_buffer,
     layer_index,
     layer_stack,
     stack_counts,
-    with_layer_index,
 )
 from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.domain.model_config import at_place, config_places
@@ -47,7 +45,7 @@ _OTHER_LISTS = re.compile(
 _PATTERNS = ("hybrid_override_pattern",)
 _BY_NUMBER = ("per_layer_config",)
 #: Whether layers are sparse, and tensors of those that are.
-_EXPERTS, _OF_EXPERTS = "mlp_layer_types", re.compile(r"expert|moe|router")
+EXPERTS, _OF_EXPERTS = "mlp_layer_types", re.compile(r"expert|moe|router")
 #: Names of one kind of layers.
 SAME_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 #: What a layer is of which nothing is said.
@@ -56,7 +54,7 @@ _PLACES = "layers at their places"
 
 
 @dataclass(frozen=True)
-class _Layers:
+class Layers:
     """A stack of `n` layers as a model's config has it: `values`, in its part called `part`."""
 
     model: Model
@@ -67,10 +65,12 @@ class _Layers:
 
     @property
     def rules(self) -> Mapping[str, Rule] | None:
+        """How its class says what layers are; None for a class that is not known."""
         return rules_of(self.values.get("model_type"))
 
     @property
     def where(self) -> str:
+        """The config's place, for errors."""
         return f"{self.model.checkpoint.root}, config.json"
 
     def places(self, key: str) -> list[str]:
@@ -94,7 +94,7 @@ def kinds_of(model: Model) -> dict[str, Sequence[Any]]:
 
     Raises CheckpointError for a config that is not valid.
     """
-    part = _layers_of(model, "")
+    part = layers_of(model, "")
     kinds = {topic: _kinds(part, rule) for topic, rule in (part.rules or {}).items()}
     return {topic: known for topic, known in kinds.items() if known}
 
@@ -109,9 +109,6 @@ def layer_changes(
     """
     config = models[template].stated
     changes: list[tuple[str, ConfigValue]] = []
-    for stack in dict.fromkeys(map(layer_stack, (t.name for t in recipe.tensors))):
-        if stack is not None and not models[template].is_partial:
-            _refuse_unlike(recipe, models, template, stack)
     for stack, n in recipe.sliced:
         depths = _depth_places(config, stack)
         if not depths:
@@ -122,66 +119,7 @@ def layer_changes(
     return changes
 
 
-def _refuse_unlike(recipe: Recipe, models: Sequence[Model], template: int, stack: str) -> None:
-    """Raise IncompatibleCheckpointsError for layers with other tensors than the template's have.
-
-    Its config asks for these. What its own layers differ in, a config of its class may say.
-    """
-    parts = {m: _layers_of(models[m], stack) for m in sorted({*recipe.used, template})}
-    own, shapes = parts[template], _shapes(parts[template], stack)
-    found: dict[int, tuple[int, int, set[str]]] = {}  # layer: its source, and names as of layer 0
-    for t in recipe.tensors:
-        sources = _layer_sources(t, recipe.method) if layer_stack(t.name) == stack else []
-        if not sources or is_buffer(t.name) or sources[0][1] >= parts[sources[0][0]].n:
-            continue
-        name, (model, layer) = with_layer_index(t.name, 0), sources[0]
-        found.setdefault(layer_index(t.name) or 0, (model, layer, set()))[2].add(name)
-        first = t.inputs[0] if t.base is None else t.base
-        shape, known = models[first.model].views[first.tensor].shape, {*shapes.get(name, [])}
-        if len(known) == 1 and shape not in known:
-            title = "Layers whose tensors have other shapes fit no config"
-            expected = f"{name} with {list(*known)} in {own.model.name}"
-            raise _unlike(title, models[model], layer, expected, f"{t.name} with {list(shape)}")
-    if _EXPERTS in (own.rules or {}):  # its config says which layers have experts
-        return
-    always = {name for name, of_all in shapes.items() if len(of_all) == own.n}
-    for model, layer, names in found.values():
-        if lacking := sorted(always - names):
-            title = f"A layer lacks a tensor that the config of {own.model.name!r} asks for"
-            raise _unlike(title, models[model], layer, lacking[0], f"none in {models[model].name}")
-    used = [(model, layer, names) for model, layer, names in found.values()]
-    for model, part in parts.items():  # what another class has besides changes what it computes
-        if part.values.get("model_type") != own.values.get("model_type"):
-            used.append((model, 0, {*_shapes(part, stack)}))
-    for model, layer, names in used:
-        if more := sorted(names - shapes.keys()):
-            title = f"A layer has a tensor that the config of {own.model.name!r} does not ask for"
-            expected = f"tensors as in {own.model.name}"
-            raise _unlike(title, models[model], layer, expected, with_layer_index(more[0], layer))
-
-
-def _shapes(of: _Layers, stack: str) -> dict[str, list[tuple[int, ...]]]:
-    """The shapes of each tensor in a stack's layers, by its name in layer 0."""
-    shapes: dict[str, list[tuple[int, ...]]] = {}
-    for name, view in of.model.views.items():
-        if layer_stack(name) == stack and not is_buffer(name) and (layer_index(name) or 0) < of.n:
-            shapes.setdefault(with_layer_index(name, 0), []).append(view.shape)
-    return shapes
-
-
-def _unlike(
-    title: str, model: Model, layer: int, expected: str, found: str
-) -> IncompatibleCheckpointsError:
-    return IncompatibleCheckpointsError(
-        title,
-        where=f"{model.checkpoint.root}, layer {layer}",
-        expected=expected,
-        found=found,
-        next_step="merge models of one class and size, or leave this one out",
-    )
-
-
-def _layer_sources(t: TensorRecipe, method: str) -> list[tuple[int, int]]:
+def layer_sources(t: TensorRecipe, method: str) -> list[tuple[int, int]]:
     """The layers that an output tensor is merged from, (model, number): the base's first, where the
     method does not merge it like others, and then it may be no source at all.
     """
@@ -196,11 +134,11 @@ def _refuse_mixed(recipe: Recipe, models: Sequence[Model], stack: str) -> None:
     """Raise IncompatibleCheckpointsError where layers of two kinds are merged into one."""
     kinds: dict[int, dict[str, Sequence[Any]]] = {}
     for t in recipe.tensors:
-        sources = _layer_sources(t, recipe.method) if layer_stack(t.name) == stack else []
+        sources = layer_sources(t, recipe.method) if layer_stack(t.name) == stack else []
         seen: dict[str, tuple[Any, int, int]] = {}
         for model, layer in sources:
             if model not in kinds:
-                kinds[model] = _all_kinds(_layers_of(models[model], stack))
+                kinds[model] = _all_kinds(layers_of(models[model], stack))
             for topic, known in kinds[model].items():
                 if layer >= len(known):
                     continue
@@ -219,7 +157,7 @@ def _plain(kind: Any) -> Any:
     return SAME_KINDS.get(kind, kind) if isinstance(kind, str) else kind
 
 
-def _all_kinds(part: _Layers) -> dict[str, Sequence[Any]]:
+def _all_kinds(part: Layers) -> dict[str, Sequence[Any]]:
     """The kinds of layers that rules of their class tell, and those that a config lists."""
     by_rules = {topic: _kinds(part, rule) for topic, rule in (part.rules or {}).items()}
     by_list = {key: _entries(part, key) for key in ("layer_types", *_PATTERNS)}
@@ -273,7 +211,8 @@ def _part_name(config: Mapping[str, Any], stack: str) -> str | None:
     return next((name for name in names if isinstance(config.get(name), dict)), None)
 
 
-def _layers_of(model: Model, stack: str) -> _Layers:
+def layers_of(model: Model, stack: str) -> Layers:
+    """A model's layers of a stack, as its config has them."""
     config = model.stated
     part = _part_name(config, stack)
     values = dict(config) if part is None else dict(config[part])
@@ -284,7 +223,7 @@ def _layers_of(model: Model, stack: str) -> _Layers:
     stated = [at_place(config, place) for place in _depth_places(config, stack)]
     counted = stack_counts(model.views).get(stack, 0)
     n = next((n for n in stated if isinstance(n, int) and n > 0), counted)
-    return _Layers(model, config, part, values, n)
+    return Layers(model, config, part, values, n)
 
 
 @dataclass(frozen=True)
@@ -295,20 +234,20 @@ class _Stack:
     """
 
     order: tuple[tuple[int, int], ...]
-    parts: Mapping[int, _Layers]
-    own: _Layers
+    parts: Mapping[int, Layers]
+    own: Layers
 
     @staticmethod
     def of(recipe: Recipe, models: Sequence[Model], template: int, stack: str, n: int) -> _Stack:
         """The stack of a recipe's output; a layer is what the first of its sources is."""
         found: dict[int, tuple[int, int]] = {}
         for t in recipe.tensors:
-            layer, sources = layer_index(t.name), _layer_sources(t, recipe.method)
+            layer, sources = layer_index(t.name), layer_sources(t, recipe.method)
             if layer_stack(t.name) == stack and layer is not None and sources:
                 found.setdefault(layer, sources[0])
         order = tuple(found[i] for i in range(n) if i in found)
-        parts = {m: _layers_of(models[m], stack) for m, _ in order}
-        return _Stack(order, parts, parts.get(template) or _layers_of(models[template], stack))
+        parts = {m: layers_of(models[m], stack) for m, _ in order}
+        return _Stack(order, parts, parts.get(template) or layers_of(models[template], stack))
 
     def changes(self) -> list[tuple[str, ConfigValue]]:
         """List what to set in the template's config, as (dotted place, value)."""
@@ -440,13 +379,13 @@ class _Stack:
         )
 
 
-def _kinds(part: _Layers, rule: Rule | None, topic: str = "") -> list[Any] | None:
+def _kinds(part: Layers, rule: Rule | None, topic: str = "") -> list[Any] | None:
     """The kinds of a model's layers by its own config; None: it does not say.
 
     Of a class without experts it does not say that layers are dense.
     """
     if rule is None:
-        is_dense = topic == _EXPERTS and not any(map(_OF_EXPERTS.search, part.model.views))
+        is_dense = topic == EXPERTS and not any(map(_OF_EXPERTS.search, part.model.views))
         return ["dense"] * part.n if is_dense else None
     try:
         return rule.kinds(part.values, part.n)
@@ -455,7 +394,7 @@ def _kinds(part: _Layers, rule: Rule | None, topic: str = "") -> list[Any] | Non
         raise _invalid(part.where, expected, str(error)[:160]) from error
 
 
-def _entries(part: _Layers, key: str) -> Sequence[Any] | None:
+def _entries(part: Layers, key: str) -> Sequence[Any] | None:
     """The entries per layer that a model's config has under `key`; None: none."""
     value = part.values.get(key)
     if key in _PATTERNS and isinstance(value, str) and len(value) == part.n:
@@ -467,7 +406,7 @@ def _entries(part: _Layers, key: str) -> Sequence[Any] | None:
     return None if _OTHER_LISTS.search(key) else value
 
 
-def _check_layer_types(part: _Layers) -> None:
+def _check_layer_types(part: Layers) -> None:
     """Raise CheckpointError where a config's `layer_types` are no texts, one per layer."""
     kinds = part.values.get("layer_types")
     is_list = isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)

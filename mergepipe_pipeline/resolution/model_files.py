@@ -25,6 +25,7 @@ from mergepipe_pipeline.errors import (
 from mergepipe_pipeline.remote.address import HUB, is_address
 from mergepipe_pipeline.resolution.fp8_output import quantization_config
 from mergepipe_pipeline.resolution.layer_config import layer_changes
+from mergepipe_pipeline.resolution.layer_tensors import refuse_unlike_layers
 from mergepipe_pipeline.resolution.plain_numbers import stale_settings
 from mergepipe_pipeline.resolution.vocabulary import size_changes
 from mergepipe_pipeline.storage.json_text import json_bytes, load_object
@@ -181,6 +182,7 @@ def tokenizer_of(model: Model, n_rows: int) -> ModelTokenizer:
 def _config(
     recipe: Recipe, models: Sequence[Model], template: int
 ) -> list[tuple[str, ConfigValue]]:
+    refuse_unlike_layers(recipe, models, template)
     config = models[template].stated
     changes = [*models[template].becomes, *layer_changes(recipe, models, template)]
     changes += size_changes(recipe, models, template, config)

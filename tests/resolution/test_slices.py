@@ -61,9 +61,8 @@ def test_layers_of_other_widths_are_refused(home: Warehouse, pair: Path, tmp_pat
     text = stacked([(pair / "a", 0, 2), (tmp_path / "wide", 1, 2)])
     with pytest.raises(IncompatibleCheckpointsError, match="other shapes") as told:
         resolve(home, parse(text, name="t", where="t"))
-    assert "wide, layer 1" in str(told.value)
-    assert "model.layers.0.input_layernorm.weight with [32] in a" in str(told.value)
-    assert "[64]" in str(told.value)
+    assert "wide, tensor model.layers.1.input_layernorm.weight" in str(told.value)
+    assert "Expected [32], as in a, found [64]" in str(told.value)
 
 
 def test_layers_with_tensors_that_the_config_does_not_ask_for_are_refused(
@@ -88,7 +87,7 @@ def test_layers_without_tensors_that_the_config_asks_for_are_refused(
     text = stacked([(biased, 0, 2), (pair / "b", 1, 2)])
     with pytest.raises(IncompatibleCheckpointsError, match="config of 'biased' asks for") as told:
         resolve(home, parse(text, name="t", where="t"))
-    assert "b, layer 1" in str(told.value)
+    assert "b, tensor model.layers.1.self_attn.q_proj.bias" in str(told.value)
 
 
 def test_a_model_of_another_class_with_more_in_its_layers_is_refused(
