@@ -15,7 +15,7 @@ import torch
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from safetensors.torch import load_file, save_file
 
-from mergepipe_pipeline.errors import CheckpointError, RecipeError
+from mergepipe_pipeline.errors import CheckpointError, IncompatibleCheckpointsError, RecipeError
 from mergepipe_pipeline.tokenizer.chat import BUILT_IN, built_in
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.execution.test_run import run
@@ -251,4 +251,22 @@ def test_mergekit_takes_settings_without_a_meaning_and_we_refuse_them(
     text = fill(recipe_text, family_of("llama")) + "dtype: float32\n"
     assert run_mergekit(text)
     with pytest.raises(RecipeError, match=r"density|layer_range"):
+        run(home, text)
+
+
+def test_mergekit_stacks_layers_that_no_config_describes_and_we_refuse_them(
+    home: Warehouse, family_of: FamilyOf, tmp_path: Path
+) -> None:
+    plain, slim = family_of("llama") / "base", tmp_path / "slim"
+    shutil.copytree(plain, slim)
+    tensors = load_file(slim / "model.safetensors")
+    for name in [n for n in tensors if ".mlp." in n]:
+        dim = name.endswith("down_proj.weight")
+        tensors[name] = tensors[name].chunk(2, dim=int(dim))[0].contiguous()
+    save_file(tensors, slim / "model.safetensors", {"format": "pt"})
+    layers = "- sources: [{{model: {}, layer_range: [0, 1]}}]\n"
+    text = f"merge_method: passthrough\nslices:\n{layers.format(plain)}{layers.format(slim)}"
+    first, second = (run_mergekit(text)[f"model.layers.{i}.mlp.up_proj.weight"] for i in (0, 1))
+    assert len(first) == 2 * len(second)
+    with pytest.raises(IncompatibleCheckpointsError, match="fit no config"):
         run(home, text)
