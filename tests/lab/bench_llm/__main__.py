@@ -1,14 +1,14 @@
 """What merges of a language model's experts keep of their skill under budgets.
 
-    python -m tests.lab.bench_llm [--kinds short long lora gemma] [--seeds 0 1] [--minutes 60]
+    python -m tests.lab.bench_llm [--kinds short middle …] [--seeds 0 1] [--minutes 60]
 
-Takes SmolLM2-135M-Instruct, tunes an expert of it for each of seven tasks (and for three of Gemma
-3 270M), merges them by nine methods with tuned scales, and the best three of these under seven
-budgets, and scores all on 512 unseen items of each task. Hours on two cores; where there is a GPU,
-experts learn and models answer there. Whatever was made is kept in the folder, and a second call
-goes on. `--minutes` ends after what is under way then (on a GPU, all experts of a kind),
-`--budgets` names those to score, or none for experts and full merges only; `--workers` merge and
-score at once. Prints the tables of what is scored.
+Takes SmolLM2-135M-Instruct, tunes an expert of it for each of seven tasks (four of the middle kind,
+three of Gemma 3 270M), merges them by nine methods with tuned scales, and the best three of these
+under seven budgets, and scores all on 512 unseen items of each task. Hours on two cores; where
+there is a GPU, experts learn and models answer there. Whatever was made is kept in the folder, and
+a second call goes on. `--minutes` ends after what is under way then (on a GPU, all experts of a
+kind), `--budgets` names those to score, or none for experts and full merges only; `--workers` merge
+and score at once. Prints the tables of what is scored.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Schedule:
         ]
 
 
-SHORT, LONG = Schedule(60, 5e-5), Schedule(1500, 5e-5)
+SHORT, MIDDLE, LONG = Schedule(60, 5e-5), Schedule(600, 5e-5), Schedule(1500, 5e-5)
 LORA = Schedule(400, 5e-4, is_adapter=True)
 BATCH, WARM_UP = 16, 10
 #: A loss is flat if the mean of so many steps is not this much below that of as many before.
