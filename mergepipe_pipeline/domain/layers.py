@@ -53,7 +53,10 @@ _LAST_NORM = re.compile(
     r"(?:^|\.)(?:norm|ln_f|norm_f|final_norm|final_layernorm|final_layer_norm)\.weight$"
 )
 #: Stored buffers that follow from the configuration.
-_BUFFER = re.compile(r"(?:\.|^)(?:inv_freq|position_ids|masked_bias|h\.\d+\.attn\.bias)$")
+_BUFFER = re.compile(
+    r"(?:\.|^)(?:inv_freq|position_ids|masked_bias|causal_mask|h\.\d+\.attn\.(?:attention\.)?bias"
+    r"|layers\.\d+\.attention\.bias)$"
+)
 
 
 #: Parts of the projector between a Qwen's two towers, which mergekit counts as layers of their own:

@@ -44,6 +44,8 @@ _OTHER_LISTS = re.compile(
 #: Texts with a letter per layer, and objects with a key per layer.
 _PATTERNS = ("hybrid_override_pattern",)
 _BY_NUMBER = ("per_layer_config",)
+#: Lists that say which parts each layer has.
+LISTED_KINDS = (*_PATTERNS, *_BY_NUMBER, "block_configs")
 #: Whether layers are sparse, and tensors of those that are.
 EXPERTS, _OF_EXPERTS = "mlp_layer_types", re.compile(r"expert|moe|router")
 #: Names of one kind of layers.

@@ -6,28 +6,34 @@ its own layers differ in, a config may say of others, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from mergepipe_pipeline.domain.layers import is_buffer, layer_index, layer_stack, with_layer_index
 from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.domain.recipe import Recipe
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError
-from mergepipe_pipeline.resolution.layer_config import EXPERTS, Layers, layer_sources, layers_of
+from mergepipe_pipeline.resolution.layer_config import (
+    EXPERTS,
+    LISTED_KINDS,
+    Layers,
+    layer_sources,
+    layers_of,
+)
 
 Shape = tuple[int, ...]
+#: Parts of layers that are sparse or not, as a config with experts says.
+_FEED_FORWARD = re.compile(r"\.(?:mlp|feed_forward|block_sparse_moe)\.|expert|router")
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """A layer of the result, which comes from layer `number` of a model; its tensors' shapes.
-
-    Names are those of layer 0.
-    """
+class _Tensor(NamedTuple):
+    """A tensor in layer `number` of a model; `name` is that of layer 0."""
 
     model: Model
     number: int
-    shapes: dict[str, Shape] = field(default_factory=dict)
+    name: str
+    shape: Shape
 
 
 def refuse_unlike_layers(recipe: Recipe, models: Sequence[Model], template: int) -> None:
@@ -37,48 +43,86 @@ def refuse_unlike_layers(recipe: Recipe, models: Sequence[Model], template: int)
     for stack in dict.fromkeys(layer_stack(t.name) for t in recipe.tensors):
         if stack is not None:
             parts = {m: layers_of(models[m], stack) for m in sorted({*recipe.used, template})}
-            _refuse_unlike(_found(recipe, parts, stack), parts, parts[template], stack)
+            own = parts[template]
+            found = _found(recipe, parts, stack)
+            _refuse_unlike(found, own, [*_foreign(recipe, parts, own, stack)], stack)
 
 
-def _found(recipe: Recipe, parts: Mapping[int, Layers], stack: str) -> list[_Layer]:
-    """The layers of the result; one beyond those that its model's config counts is none."""
-    found: dict[int, _Layer] = {}
+def _found(recipe: Recipe, parts: Mapping[int, Layers], stack: str) -> list[dict[str, _Tensor]]:
+    """The tensors of each layer of the result, by name.
+
+    A layer beyond those that its model's config counts is none; as one of a slice it is refused.
+    """
+    found: dict[int, dict[str, _Tensor]] = {}
     for t in recipe.tensors:
         sources = layer_sources(t, recipe.method) if layer_stack(t.name) == stack else []
-        if not sources or is_buffer(t.name) or sources[0][1] >= parts[sources[0][0]].n:
+        if not sources or is_buffer(t.name):
             continue
-        model, number = sources[0]
-        layer = found.setdefault(layer_index(t.name) or 0, _Layer(parts[model].model, number))
         first = t.inputs[0] if t.base is None else t.base
         shape = parts[first.model].model.views[first.tensor].shape
-        layer.shapes[with_layer_index(t.name, 0)] = shape
+        (model, number), name = sources[0], with_layer_index(t.name, 0)
+        tensor, n = _Tensor(parts[model].model, number, name, shape), parts[model].n
+        if number >= n:
+            if stack in dict(recipe.sliced):
+                title = "A slice takes a layer that the config does not count"
+                raise _error(title, tensor, f"layers 0 to {n - 1}", f"layer {number}")
+            continue
+        found.setdefault(layer_index(t.name) or 0, {})[name] = tensor
     return list(found.values())
 
 
+def _foreign(
+    recipe: Recipe, parts: Mapping[int, Layers], own: Layers, stack: str
+) -> Iterator[_Tensor]:
+    """The tensors of layers that are merged of models of another class, as their configs say.
+
+    What such a layer has besides changes what it computes.
+    """
+    kind, used = own.values.get("model_type"), dict[tuple[int, int], None]()
+    for model, name in (s for t in recipe.tensors for s in t.sources):
+        other = parts[model].values.get("model_type")
+        if layer_stack(name) == stack and None not in (kind, other) and kind != other:
+            used[model, layer_index(name) or 0] = None
+    for model in dict.fromkeys(model for model, _ in used):
+        for name, view in parts[model].model.views.items():
+            number = layer_index(name) or 0
+            if layer_stack(name) == stack and (model, number) in used and number < parts[model].n:
+                yield _Tensor(parts[model].model, number, with_layer_index(name, 0), view.shape)
+
+
 def _refuse_unlike(
-    found: Iterable[_Layer], parts: Mapping[int, Layers], own: Layers, stack: str
+    found: Sequence[Mapping[str, _Tensor]], own: Layers, foreign: Sequence[_Tensor], stack: str
 ) -> None:
-    """Raise IncompatibleCheckpointsError for a layer with other tensors than `own` has."""
+    """Raise IncompatibleCheckpointsError for layers with other tensors than `own` has."""
     shapes, config = _shapes(own, stack), f"the config of {own.model.name!r}"
-    always = {name for name, of_all in shapes.items() if len(of_all) == own.n}
-    has_kinds = EXPERTS in (own.rules or {})  # its config says which layers have experts
+    may_differ = _may_differ(own)
+    always = [n for n, of_all in shapes.items() if len(of_all) == own.n and not may_differ(n)]
     for layer in found:
-        for name, shape in layer.shapes.items():
+        for name, tensor in layer.items():
             known = {*shapes.get(name, ())}
-            if len(known) == 1 and shape not in known:
+            if len(known) == 1 and tensor.shape not in known:
                 title = "Layers whose tensors have other shapes fit no config"
-                raise _error(title, layer, name, f"{list(*known)}, as in {own.model.name}", shape)
-        if not has_kinds and (lacking := sorted(always - layer.shapes.keys())):
-            title = f"A layer lacks a tensor that {config} asks for"
-            raise _error(title, layer, lacking[0], f"a tensor, as in {own.model.name}", "none")
-    # What another class has besides changes what its layers compute.
-    kind = own.values.get("model_type")
-    foreign = [part for part in parts.values() if part.values.get("model_type") != kind]
-    whole = [_Layer(part.model, 0, dict.fromkeys(_shapes(part, stack), ())) for part in foreign]
-    for layer in (*found, *whole) if not has_kinds else ():
-        if more := sorted(layer.shapes.keys() - shapes.keys()):
+                expected = f"{list(*known)}, as in {own.model.name}"
+                raise _error(title, tensor, expected, f"{list(tensor.shape)}")
+        for name in always:
+            if name not in layer:
+                of = next((t for t in layer.values() if t.model is not own.model), None)
+                tensor = (of or next(iter(layer.values())))._replace(name=name)
+                title = f"A layer lacks a tensor that {config} asks for"
+                raise _error(title, tensor, f"a tensor, as in {own.model.name}", "none")
+    for tensor in (*(t for layer in found for t in layer.values()), *foreign):
+        if tensor.name not in shapes and not may_differ(tensor.name) and not is_buffer(tensor.name):
             title = f"A layer has a tensor that {config} does not ask for"
-            raise _error(title, layer, more[0], f"none, as in {own.model.name}", "a tensor")
+            raise _error(title, tensor, f"none, as in {own.model.name}", "a tensor")
+
+
+def _may_differ(own: Layers) -> Callable[[str], bool]:
+    """Which tensors some layers have, and others not, as a config of this class says."""
+    if any(key in own.values for key in LISTED_KINDS):
+        return lambda _: True
+    if EXPERTS in (own.rules or {}):
+        return lambda name: _FEED_FORWARD.search(name) is not None
+    return lambda _: False
 
 
 def _shapes(part: Layers, stack: str) -> dict[str, list[Shape]]:
@@ -90,13 +134,12 @@ def _shapes(part: Layers, stack: str) -> dict[str, list[Shape]]:
     return shapes
 
 
-def _error(
-    title: str, layer: _Layer, name: str, expected: str, found: str | Shape
-) -> IncompatibleCheckpointsError:
+def _error(title: str, tensor: _Tensor, expected: str, found: str) -> IncompatibleCheckpointsError:
+    name = with_layer_index(tensor.name, tensor.number)
     return IncompatibleCheckpointsError(
         title,
-        where=f"{layer.model.checkpoint.root}, tensor {with_layer_index(name, layer.number)}",
+        where=f"{tensor.model.checkpoint.root}, tensor {name}",
         expected=expected,
-        found=found if isinstance(found, str) else f"{list(found)}",
-        next_step="merge models of one class and size, or leave this one out",
+        found=found,
+        next_step="merge layers with equal tensors, or leave this one out",
     )

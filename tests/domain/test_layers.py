@@ -6,6 +6,7 @@ import pytest
 
 from mergepipe_pipeline.domain.layers import (
     embedding_like,
+    is_buffer,
     is_optional,
     is_post,
     layer_index,
@@ -175,3 +176,20 @@ def test_layers_sort_between_embed_and_head() -> None:
     assert layer_name("model.layers.3.x.weight", 120) == "layer.003"
     assert layer_name("model.embed_tokens.weight", 12) == "embed"
     assert layer_name("model.norm.weight", 12) == "head"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt_neox.layers.0.attention.bias",
+        "gpt_neox.layers.0.attention.rotary_emb.inv_freq",
+        "transformer.h.0.attn.attention.bias",
+        "transformer.h.0.attn.causal_mask",
+        "transformer.h.0.attn.masked_bias",
+        "h.0.attn.bias",
+    ],
+)
+def test_masks_and_frequencies_that_old_files_store_are_buffers(name: str) -> None:
+    assert is_buffer(name)
+    assert not is_buffer("model.layers.0.self_attn.q_proj.bias")
+    assert not is_buffer("encoder.layer.0.attention.output.dense.bias")

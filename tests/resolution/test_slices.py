@@ -77,7 +77,9 @@ def test_layers_with_tensors_that_the_config_does_not_ask_for_are_refused(
             IncompatibleCheckpointsError, match="config of 'a' does not ask"
         ) as told:
             resolve(home, parse(text, name="t", where="t"))
-        assert "self_attn.q_proj.bias" in str(told.value)
+        assert re.search(
+            r"biased, tensor model\.layers\.\d\.self_attn\.q_proj\.bias", str(told.value)
+        )
 
 
 def test_layers_without_tensors_that_the_config_asks_for_are_refused(
@@ -103,10 +105,50 @@ def test_a_model_of_another_class_with_more_in_its_layers_is_refused(
     with pytest.raises(IncompatibleCheckpointsError, match="'a' does not ask") as told:
         resolve(home, parse(text, name="t", where="t"))
     assert "self_attn.q_norm.weight" in str(told.value)
+    # A slice of a layer without them is like any other.
+    values = {n: v for n, v in values.items() if "layers.1.self_attn.q_norm" not in n}
+    write_model(tmp_path / "q3", values, **sizes)
+    change_config(tmp_path / "q3", model_type="qwen3", tie_word_embeddings=False)
+    resolve(
+        home, parse(stacked([(pair / "a", 0, 2), (tmp_path / "q3", 1, 2)]), name="t", where="t")
+    )
     # Of one class such tensors are left over, as scales of a cache are, and are left out.
     change_config(tmp_path / "q3", model_type="llama")
     warnings = resolve(home, parse(text, name="t", where="t")).recipe.warnings
-    assert any("4 tensors that the result has not" in w for w in warnings)
+    assert any("3 tensors that the result has not" in w for w in warnings)
+
+
+@pytest.mark.parametrize("more", ["mlp.experts.0.up_proj.weight", "self_attn.indexer.wk.weight"])
+def test_layers_differ_in_experts_alone_where_a_config_says_which_have_them(
+    home: Warehouse, pair: Path, tmp_path: Path, more: str
+) -> None:
+    sizes = dict(SIZES)
+    values = dict(load_file(pair / "a" / "model.safetensors"))
+    said = {"tie_word_embeddings": False, "num_experts": 2, "mlp_only_layers": [0, 2, 3]}
+    write_model(tmp_path / "dense", values, **sizes)
+    write_model(tmp_path / "more", values | {f"model.layers.1.{more}": torch.ones(4, 4)}, **sizes)
+    change_config(
+        tmp_path / "dense", model_type="qwen3_moe", **said | {"mlp_only_layers": [*range(4)]}
+    )
+    change_config(tmp_path / "more", model_type="qwen3_moe", **said)
+    text = stacked([(tmp_path / "dense", 0, 1), (tmp_path / "more", 1, 2)])
+    if "experts" in more:
+        resolve(home, parse(text, name="t", where="t"))
+        return
+    with pytest.raises(IncompatibleCheckpointsError, match="'dense' does not ask") as told:
+        resolve(home, parse(text, name="t", where="t"))
+    assert f"more, tensor model.layers.1.{more}" in str(told.value)
+
+
+def test_a_slice_of_a_layer_beyond_those_that_the_config_counts_is_refused(
+    home: Warehouse, pair: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(pair / "a", tmp_path / "mtp")
+    change_config(tmp_path / "mtp", num_hidden_layers=3)
+    resolve(home, parse(stacked([(tmp_path / "mtp", 0, 3)]), name="t", where="t"))
+    with pytest.raises(IncompatibleCheckpointsError, match="does not count") as told:
+        resolve(home, parse(stacked([(tmp_path / "mtp", 0, 4)]), name="t", where="t"))
+    assert "Expected layers 0 to 2, found layer 3" in str(told.value)
 
 
 def weighed(model: Path) -> str:
