@@ -430,7 +430,7 @@ def test_a_dense_layer_is_refused_where_no_config_says_that_it_is(
     sparse = other_class(tmp_path, "sparse", "olmoe", num_experts=4, num_experts_per_tok=2)
     dense = other_class(tmp_path, "dense", "llama")
     text = stacked(sparse, [0, 1]) + stacked(dense, [2]).split("slices:\n")[1]
-    with pytest.raises(IncompatibleCheckpointsError, match=r"dense, config\.json, layer 2.*mlp"):
+    with pytest.raises(IncompatibleCheckpointsError, match=r"dense, tensor model\.layers\.2\.mlp"):
         config_of(home, text)
 
 
