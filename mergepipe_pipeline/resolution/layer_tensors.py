@@ -106,6 +106,7 @@ def _refuse_unlike(
                 raise _error(title, tensor, expected, f"{list(tensor.shape)}")
         for name in always:
             if name not in layer:
+                # The layer is named after a model that lacks it, and not after the template.
                 of = next((t for t in layer.values() if t.model is not own.model), None)
                 tensor = (of or next(iter(layer.values())))._replace(name=name)
                 title = f"A layer lacks a tensor that {config} asks for"
