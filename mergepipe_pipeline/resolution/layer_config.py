@@ -223,8 +223,9 @@ def layers_of(model: Model, stack: str) -> Layers:
     if part is None and _TOWER.search(stack):  # of nothing is known but the layers themselves
         values = {}
     stated = [at_place(config, place) for place in _depth_places(config, stack)]
-    counted = stack_counts(model.views).get(stack, 0)
-    n = next((n for n in stated if isinstance(n, int) and n > 0), counted)
+    n = next((n for n in stated if isinstance(n, int) and n > 0), None)
+    if n is None:
+        n = stack_counts(model.views).get(stack, 0)
     return Layers(model, config, part, values, n)
 
 

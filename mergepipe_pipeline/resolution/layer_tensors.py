@@ -78,16 +78,15 @@ def _foreign(
 
     What such a layer has besides changes what it computes.
     """
-    kind, used = own.values.get("model_type"), dict[tuple[int, int], None]()
-    for model, name in (s for t in recipe.tensors for s in t.sources):
-        other = parts[model].values.get("model_type")
-        if layer_stack(name) == stack and None not in (kind, other) and kind != other:
-            used[model, layer_index(name) or 0] = None
-    for model in dict.fromkeys(model for model, _ in used):
-        for name, view in parts[model].model.views.items():
-            number = layer_index(name) or 0
-            if layer_stack(name) == stack and (model, number) in used and number < parts[model].n:
-                yield _Tensor(parts[model].model, number, with_layer_index(name, 0), view.shape)
+    kind = own.values.get("model_type")
+    kinds = {model: part.values.get("model_type") for model, part in parts.items()}
+    others = {model for model, of in kinds.items() if None not in (kind, of) and of != kind}
+    if not others:
+        return
+    sources = (s for t in recipe.tensors for s in t.sources if s[0] in others)
+    used = {(model, layer_index(name)) for model, name in sources if layer_stack(name) == stack}
+    for model in sorted(others):
+        yield from (t for t in _tensors(parts[model], stack) if (model, t.number) in used)
 
 
 def _refuse_unlike(
@@ -112,7 +111,7 @@ def _refuse_unlike(
                 title = f"A layer lacks a tensor that {config} asks for"
                 raise _error(title, tensor, f"a tensor, as in {own.model.name}", "none")
     for tensor in (*(t for layer in found for t in layer.values()), *foreign):
-        if tensor.name not in shapes and not may_differ(tensor.name) and not is_buffer(tensor.name):
+        if tensor.name not in shapes and not may_differ(tensor.name):
             title = f"A layer has a tensor that {config} does not ask for"
             raise _error(title, tensor, f"none, as in {own.model.name}", "a tensor")
 
@@ -129,10 +128,17 @@ def _may_differ(own: Layers) -> Callable[[str], bool]:
 def _shapes(part: Layers, stack: str) -> dict[str, list[Shape]]:
     """The shapes of each tensor in a stack's layers, by its name in layer 0."""
     shapes: dict[str, list[Shape]] = {}
-    for name, view in part.model.views.items():
-        if layer_stack(name) == stack and not is_buffer(name) and (layer_index(name) or 0) < part.n:
-            shapes.setdefault(with_layer_index(name, 0), []).append(view.shape)
+    for tensor in _tensors(part, stack):
+        shapes.setdefault(tensor.name, []).append(tensor.shape)
     return shapes
+
+
+def _tensors(part: Layers, stack: str) -> Iterator[_Tensor]:
+    """The tensors of the layers that a model's config counts, but for buffers."""
+    for name, view in part.model.views.items():
+        number = layer_index(name) or 0
+        if layer_stack(name) == stack and number < part.n and not is_buffer(name):
+            yield _Tensor(part.model, number, with_layer_index(name, 0), view.shape)
 
 
 def _error(title: str, tensor: _Tensor, expected: str, found: str) -> IncompatibleCheckpointsError:
