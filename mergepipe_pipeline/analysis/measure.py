@@ -83,7 +83,7 @@ def _measure(
     if keep >= nonzero:
         return (0.0, 0.0)
     rule = keep_largest(scores, histogram, keep)
-    return (float(np.uint32(rule.threshold_bits).view(np.float32)), float(rule.tie_stop_elem))
+    return rule.threshold, float(rule.tie_stop_elem)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # commands that read plans start without NumPy
 #: Part of every pack's id: raised when an encoder or a decoder changes its bits.
 CODEC_VERSION = "6"
 #: Raised when the files beside frames change, which no id tells.
-PACK_FORMAT = "4"
+PACK_FORMAT = "5"
 #: Elements that are encoded, compressed, verified and decoded together; a part of a tensor.
 CHUNK_ELEMS = COARSE_ELEMS
 
@@ -49,6 +49,9 @@ TIERS_OF: Mapping[Level, tuple[Tier, ...]] = {
 EXACT: tuple[Level, ...] = ("X20", "X")
 #: The dtypes of tensors that have levels; all others are read from the expert.
 PACKED_DTYPES = ("BF16", "F16", "F32")
+#: Numbers of a tail: the root mean square of δ̂ at a level, and magnitudes above which equal parts
+#: of ‖δ̂‖² lie, from none to all.
+TAIL_LENGTH = 34
 #: Share of a tensor's elements that X20 holds at least: those of the largest |δ|.
 X20_DENSITY = 0.2
 
@@ -76,7 +79,8 @@ class PackedTensor:
     uint32 [tiers, chunks] in the order of TIERS, 0 for a chunk that has nothing in a tier;
     `checksums` uint64 [tiers, chunks] of what is stored; `residual_sq` float32
     [levels, chunks], ‖δ − δ̂‖² rounded up, infinite where a level cannot be used.
-    `start_byte` int64 [tiers]: where the tensor's first chunk lies in each tier's file.
+    `start_byte` int64 [tiers]: where the tensor's first chunk lies in each tier's file. `tails`
+    float32 [levels that approximate, TAIL_LENGTH]; none without factors.
     """
 
     name: str
@@ -92,6 +96,7 @@ class PackedTensor:
     checksums: npt.NDArray[np.uint64]
     residual_sq: F32Array
     start_byte: I64Array
+    tails: F32Array
 
     @cached_property
     def frame_starts(self) -> I64Array:
@@ -122,7 +127,8 @@ class PackSource:
 class PackedRange:
     """Elements [start, stop) at one level, whole chunks, for `nbytes` bytes of the pack's files.
 
-    `is_exact`: the operator makes the same of it as of the expert's own elements.
+    `is_exact`: the operator makes the same of it as of the expert's own elements. An approximate
+    δ̂ is read `length` times as long.
     """
 
     start_elem: int
@@ -130,6 +136,7 @@ class PackedRange:
     level: Level
     nbytes: int
     is_exact: bool
+    length: float = 1.0
 
     @property
     def gives_bits(self) -> bool:

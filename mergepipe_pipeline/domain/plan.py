@@ -9,6 +9,7 @@ budget and estimates stay out, so equal work has equal ids wherever and however 
 
 from __future__ import annotations
 
+import struct
 from dataclasses import astuple, dataclass, field, fields
 from functools import cached_property
 from math import isfinite, prod
@@ -60,6 +61,12 @@ class TrimRule:
     tie_stop_elem: int
     ties_after: int = 0
     ties_until_elem: int = 0
+
+    @property
+    def threshold(self) -> float:
+        """The magnitude at which ties are."""
+        (threshold,) = struct.unpack("<f", struct.pack("<I", self.threshold_bits))
+        return float(threshold)
 
     @property
     def is_open(self) -> bool:
@@ -123,7 +130,9 @@ class ExpertInput:
         own = [self.position, self.digest, self.view.dtype, self.params, self.covered]
         if self.packed is None or not self.packed.approximate:
             return own
-        near = [[r.start_elem, r.stop_elem, r.level] for r in self.packed.approximate]
+        near = [
+            [r.start_elem, r.stop_elem, r.level, r.length.hex()] for r in self.packed.approximate
+        ]
         return [*own, [CODEC_VERSION, self.packed.unit.hex(), self.packed.factors, near]]
 
 

@@ -19,6 +19,7 @@ from mergepipe_pipeline.domain.pack import TIERS, TIERS_OF, PackSource, TensorCo
 from mergepipe_pipeline.domain.recipe import TensorRecipe, pairs_of
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.contents import packed_contents
+from mergepipe_pipeline.packs.index import tails_from
 from mergepipe_pipeline.packs.store import Pack, PackStore, warn_damaged
 from mergepipe_pipeline.planner.packed_rows import (
     PackedRow,
@@ -175,7 +176,8 @@ def _rows(served: _Served, grid: PackGrid) -> dict[Pair, PackedRow]:
             pairs = served.of(row.content)
             if pairs:
                 place = 0, row.content.name, row.unit, row.factors, row.threshold_bits
-                rows |= dict.fromkeys(pairs, packed_row(*place, nbytes, residual_sq))
+                of = packed_row(*place, tails_from(row), nbytes, residual_sq)
+                rows |= dict.fromkeys(pairs, of)
     except CorruptionError as error:
         warn_damaged(served.pack.root, error)
         return {}

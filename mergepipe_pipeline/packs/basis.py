@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -16,6 +16,7 @@ from mergepipe_pipeline.packs.directions import Directions, leading
 from mergepipe_pipeline.packs.exact import Bits, Prediction
 from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.frames import refuse
+from mergepipe_pipeline.packs.index import NO_TAILS
 from mergepipe_pipeline.packs.product import (
     Product,
     frames_of,
@@ -23,6 +24,7 @@ from mergepipe_pipeline.packs.product import (
     product_of,
     ranks_of,
 )
+from mergepipe_pipeline.packs.tails import tails_of
 from mergepipe_pipeline.packs.ternary import STEPS, step_of
 
 #: A product that explains less of ‖δ‖² is not kept, as it costs time whenever a level is read; nor
@@ -34,6 +36,9 @@ _MOST_LONGER = 1.3
 #: The part of it that is left when factors are rounded to four bits, about.
 _AFTER_ROUNDING = 0.97
 
+#: Elements that tails are taken of at most: so many runs, evenly spread, of so many each.
+_RUNS, _RUN_ELEMS = 64, 256
+
 #: δ of a smaller matrix is held in memory while its directions are found.
 _HELD_NBYTES = 32 << 20
 
@@ -43,10 +48,11 @@ ReadDelta = Callable[[int, int], F32Array]
 
 @dataclass(frozen=True)
 class Basis:
-    """A tensor's unit, and the product of its factors up to each rung; () without factors."""
+    """A tensor's unit; with factors, their products up to each rung, and tails."""
 
     unit: float
     rungs: Sequence[Product] = ()
+    tails: F32Array = field(default_factory=lambda: NO_TAILS)
 
     @cached_property
     def frames(self) -> Mapping[Tier, bytes]:
@@ -88,14 +94,15 @@ def basis_of(shape: Sequence[int], l2sq: float, nonzero: int, delta: ReadDelta) 
     unit = max(unit_of(left, nonzero), unit_of((largest * STEPS / STEPS_AT_MOST / 9) ** 2, 1))
     if not _fits(largest, unit) or min(p.step for p in rungs) < np.finfo(np.float32).tiny:
         return Basis(unit_of(l2sq, nonzero))  # of a size that no weights have
-    return Basis(unit, rungs)
+    basis = Basis(unit, rungs)
+    return replace(basis, tails=_tails(basis, delta, numel))
 
 
 def basis_from(files: FrameFiles, tensor: PackedTensor) -> Basis:
     """The basis of a packed tensor. Raises CorruptionError for frames that are not its own."""
     stops = range(1, 1 + len(FACTORED)) if tensor.factors else ()
     found = products_in(files, tensor, stops)
-    return Basis(tensor.unit, [product for product in found if product is not None])
+    return Basis(tensor.unit, [p for p in found if p is not None], tensor.tails)
 
 
 def product_in(files: FrameFiles, tensor: PackedTensor, tiers: Sequence[Tier]) -> Product | None:
@@ -133,6 +140,16 @@ def predicted(
     numbers = np.zeros(len(base), np.int16)
     product.add_to(numbers, start_elem, step_of(tensor.unit))
     return predict(base, numbers, tensor.unit, tensor.dtype)
+
+
+def _tails(basis: Basis, delta: ReadDelta, numel: int) -> F32Array:
+    n = min(numel, _RUN_ELEMS)
+    starts = np.unique(np.linspace(0, numel - n, _RUNS).astype(np.int64)).tolist()
+    sampled = np.concatenate([delta(start, start + n) for start in starts])
+    rungs = [basis.numbers(start, n) for start in starts]
+    rms = [math.sqrt(product.l2sq() / numel) for product in basis.rungs]
+    together = [np.concatenate(numbers) for numbers in zip(*rungs, strict=True)]
+    return tails_of(sampled, together, basis.unit, rms)
 
 
 def _fits(largest: float, unit: float) -> bool:

@@ -58,6 +58,7 @@ class _Piece(NamedTuple):
     level: Level
     start_elem: int
     stop_elem: int
+    length: float
     is_part: bool
 
     @property
@@ -71,9 +72,9 @@ class PackedPart:
     """Elements [start, stop) of a tensor, as they were read: of whole chunks, or of one chunk.
 
     `levels` are those of the chunks that they lie in: one exact level, or any approximate ones.
-    `product` is of the tensor's factors. `frames` are those of the chunks. `root` is the pack's
-    folder. `base` has the stored bytes of the base's chunk, where elements of a part of one are
-    exact: how a chunk is coded follows from all of them.
+    `product` is of the tensor's factors; δ̂ is read `length` times as long. `frames` are those of
+    the chunks. `root` is the pack's folder. `base` has the stored bytes of the base's chunk, where
+    elements of a part of one are exact: how a chunk is coded follows from all of them.
     """
 
     root: str
@@ -84,6 +85,7 @@ class PackedPart:
     frames: Frames
     base: memoryview | None = None
     product: Product | None = None
+    length: float = 1.0
 
     @property
     def gives_bits(self) -> bool:
@@ -113,7 +115,7 @@ class PackedPart:
     @property
     def step(self) -> np.float32:
         """What `numbers` are multiplied by."""
-        return step_of(self.tensor.unit)
+        return np.float32(step_of(self.tensor.unit) * self.length)
 
     def fill(self, out: memoryview, base: memoryview) -> None:
         """Fill `out` with the stored bytes of the elements, given the base's of the same.
@@ -163,7 +165,7 @@ class PackedPart:
     def add_product(self, numbers: I16Array) -> None:
         """Add what the tensor's factors give to `numbers` [stop − start]."""
         if self.product is not None:
-            self.product.add_to(numbers, self.start_elem, self.step)
+            self.product.add_to(numbers, self.start_elem, step_of(self.tensor.unit))
 
     def _named(self, decode: Callable[[slice, slice], None]) -> None:
         """Decode all chunks; if that fails, say in the error which one cannot be decoded.
@@ -299,7 +301,7 @@ class PackedElements:
             near, exact = self._factors()
             product = exact if levels[0] == "X" else None if levels[0] == "X20" else near
             of = self._reader.root, self._tensor, levels
-            parts.append(PackedPart(*of, *edges, frames, base, product))
+            parts.append(PackedPart(*of, *edges, frames, base, product, pieces[0].length))
         return parts
 
     def _factors(self) -> tuple[Product | None, Product | None]:
@@ -328,7 +330,8 @@ class PackedElements:
             after = min(stop, -(-start // CHUNK_ELEMS) * CHUNK_ELEMS)
             before = stop if is_end else max(start, (last - 1) * CHUNK_ELEMS)
             for a, b in pairwise(sorted({start, after, before, stop})):
-                yield _Piece(r.level, a, b, b - a < _length(self._tensor, a // CHUNK_ELEMS))
+                is_part = b - a < _length(self._tensor, a // CHUNK_ELEMS)
+                yield _Piece(r.level, a, b, r.length, is_part)
 
     def _shared(self, piece: _Piece) -> tuple[Frames, memoryview | None]:
         """The frames of a chunk that this window shares with its neighbours, and the base's bytes.
@@ -359,11 +362,12 @@ class PackedElements:
 
 
 def _joined(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
-    """Pieces that are decoded together: whole chunks of approximate levels, side by side."""
+    """Pieces that are decoded together: whole chunks of δ̂ of one length, side by side."""
     runs: list[list[_Piece]] = []
     for piece in pieces:
         last = runs[-1][-1] if runs else None
-        if last and last.stop_elem == piece.start_elem and last.joins and piece.joins:
+        beside = last and last.stop_elem == piece.start_elem and last.length == piece.length
+        if last and beside and last.joins and piece.joins:
             runs[-1].append(piece)
         else:
             runs.append([piece])

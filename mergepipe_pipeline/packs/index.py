@@ -21,7 +21,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    Field,
+    TypeAdapter,
+    ValidationError,
+)
 
 from mergepipe_pipeline.arrays import F32Array, U32Array
 from mergepipe_pipeline.catalog.arrow_tables import (
@@ -45,7 +51,10 @@ from mergepipe_pipeline.domain.bounds import Size
 from mergepipe_pipeline.domain.pack import (
     CHUNK_ELEMS,
     CODEC_VERSION,
+    FACTORED,
     PACK_FORMAT,
+    STEPPED,
+    TAIL_LENGTH,
     TIERS,
     PackedTensor,
     TensorContent,
@@ -62,6 +71,9 @@ REMADE = (
     "copy the original back first if it is in cold storage; then run `mergepipe repair`, and "
     "`mergepipe pack` again; where the original is there, `--no-packs` reads it until then"
 )
+
+#: Of a tensor without factors.
+NO_TAILS: F32Array = np.empty((0, TAIL_LENGTH), np.float32)
 
 Sizes = U32Array
 Residuals = F32Array
@@ -83,6 +95,7 @@ INDEX = pa.schema(
         ("unit", pa.float32()),
         ("factors", pa.string()),
         ("threshold_bits", pa.uint32()),
+        ("tails", pa.binary()),
         ("start_byte", pa.list_(pa.int64())),
         ("nbytes", pa.list_(pa.int64())),
     ]
@@ -100,6 +113,13 @@ _PerTier = Annotated[tuple[Size, ...], Field(min_length=len(TIERS), max_length=l
 _VERSION = f"{CODEC_VERSION}.{PACK_FORMAT}"
 
 
+def _checked_tails(data: bytes) -> bytes:
+    nbytes = 4 * TAIL_LENGTH * (len(FACTORED) + len(STEPPED))
+    if len(data) not in (0, nbytes) or not np.isfinite(np.frombuffer(data, "<f4")).all():
+        raise ValueError(f"tails of {nbytes} bytes, or none, and of numbers that are finite")
+    return data
+
+
 class IndexMeta(BaseModel):
     """The seals of the other files, which the index has beside its rows."""
 
@@ -115,6 +135,7 @@ class TensorRow:
     unit: float
     factors: Annotated[str, Field(pattern="^([0-9a-f]{16})?$")]
     threshold_bits: Annotated[int, Field(ge=0, lt=1 << 32)]
+    tails: Annotated[bytes, AfterValidator(_checked_tails)]
     start_byte: _PerTier
     nbytes: _PerTier
 
@@ -153,6 +174,7 @@ def write_index(staged: Path, final: Path, of: Sequence[PackedTensor]) -> None:
             "unit": t.unit,
             "factors": t.factors,
             "threshold_bits": t.threshold_bits,
+            "tails": _bytes(t.tails, "<f4"),
             "start_byte": t.start_byte,
             "nbytes": t.nbytes.sum(axis=1, dtype=np.int64),
         }
@@ -241,6 +263,11 @@ class ChunkRows:
         if tuple(names) != key or any(None in array for array in arrays):
             raise damaged_pack(self._path, f"rows of {listed(key, 1)}", "others")
         return dict(zip(names, zip(*arrays, strict=True), strict=True))
+
+
+def tails_from(row: TensorRow) -> F32Array:
+    """The tails of a tensor, [levels that approximate, TAIL_LENGTH], or none."""
+    return np.frombuffer(row.tails, "<f4").reshape(-1, TAIL_LENGTH)
 
 
 def per_tier(

@@ -31,7 +31,7 @@ from mergepipe_pipeline.domain.pack import (
 )
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.packs.index import frames_name
+from mergepipe_pipeline.packs.index import NO_TAILS, frames_name
 from mergepipe_pipeline.packs.offline import OfflineExpert
 from mergepipe_pipeline.storage.forms import read_form
 
@@ -128,7 +128,15 @@ class PortablePack:
             # A word for those that are there: each frame has a checksum of its own.
             factors = "sent" if nbytes[: len(FACTORED)].any() else ""
             packed[content.name] = PackedTensor(
-                *content, unit, factors, 0, nbytes, checksums, no_residuals, start_byte.copy()
+                *content,
+                unit,
+                factors,
+                0,
+                nbytes,
+                checksums,
+                no_residuals,
+                start_byte.copy(),
+                NO_TAILS,
             )
             start_byte += nbytes.sum(axis=1, dtype=np.int64)
         for tier, file in self.frames.items():

@@ -75,6 +75,14 @@ class Product:
         right = self.right[:, :rank]
         return Product(step, self.weights[:, :rank], np.ascontiguousarray(left), right)
 
+    def l2sq(self) -> float:
+        """‖δ̂‖², about."""
+        left, right = self.left.astype(np.float64), self.right.astype(np.float64)
+        # [n, r, r] each: the inner products of all pairs of directions.
+        lefts, rights = left.transpose(0, 2, 1) @ left, right @ right.transpose(0, 2, 1)
+        weights = self.weights[:, :, None] * self.weights[:, None].astype(np.float64)
+        return float(self.step) ** 2 * float((weights * lefts * rights).sum())
+
     def largest(self) -> float:
         """A bound of all |δ̂|."""
         return float(self.step) * _MOST**2 * int(self.weights.sum(axis=1).max())

@@ -36,6 +36,7 @@ from mergepipe_pipeline.packs.index import (
     read_index,
     sizes_of,
     summed,
+    tails_from,
 )
 
 _PACK_ID = re.compile(r"[0-9a-f]{64}")
@@ -174,6 +175,7 @@ class _Tensors(Mapping[str, PackedTensor]):
             per_tier(checksums, "<u8", row, self._pack.chunks),
             residual_sq,
             np.array(row.start_byte, np.int64),
+            tails_from(row),
         )
 
 

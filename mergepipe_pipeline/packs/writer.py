@@ -230,6 +230,7 @@ def _unwritten(job: _Job, files: Sequence[IO[bytes]]) -> PackedTensor:
         np.zeros(shape, np.uint64),
         np.zeros(shape, np.float32),
         np.array([file.tell() for file in files], np.int64),
+        job.basis.tails,
     )
 
 

@@ -57,7 +57,7 @@ def kept_sq_norm(
         stats.l2sq,
     )
     sq_norm = np.empty(len(stats.block_l2sq))
-    limits = (_magnitude(trim, 0.0), _magnitude(outliers, np.inf))
+    limits = trim.threshold if trim else 0.0, outliers.threshold if outliers else np.inf
     return Kept(sq_norm, _keep(delta, limits, (lowest, highest), sq_norm))
 
 
@@ -117,10 +117,6 @@ def _above(edges: F64Array, above: F64Array, magnitude: float) -> float:
         return float(above[-1])
     part = (magnitude - edges[k - 1]) / (edges[k] - edges[k - 1])
     return float(above[k - 1] + part * (above[k] - above[k - 1]))
-
-
-def _magnitude(rule: TrimRule | None, default: float) -> float:
-    return float(np.uint32(rule.threshold_bits).view(np.float32)) if rule else default
 
 
 @cache

@@ -73,6 +73,13 @@ class LevelTable:
             out[cut] = ~exact[levels[cut]]
         return out
 
+    def lengths(self, levels: Levels) -> F64Array:
+        """How many times as long δ̂ of each candidate is read."""
+        out = np.ones(len(levels))
+        for cut, of in self._packed(levels):
+            out[cut] = of.lengths[levels[cut]]
+        return out
+
     @cached_property
     def cheapest(self) -> Levels:
         """Each candidate's exact level of the fewest bytes; zero deltas have none.
@@ -123,9 +130,9 @@ def packed_input(row: Row, levels: Levels, block_elems: int) -> PackedInput | No
         np.add.reduceat(nbytes, starts).tolist(),
         strict=True,
     )
-    exact = of.exact.tolist()
+    exact, lengths = of.exact.tolist(), of.lengths.tolist()
     ranges = tuple(
-        PackedRange(start, stop, TIERS[level - 1], run_nbytes, exact[level - 1])
+        PackedRange(start, stop, TIERS[level - 1], run_nbytes, exact[level - 1], lengths[level])
         for (start, stop), level, run_nbytes in runs
         if NOTHING < level < ORIGINAL
     )

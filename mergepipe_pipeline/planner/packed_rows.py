@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
-from mergepipe_pipeline.arrays import BoolArray, F32Array, I64Array, U32Array
+from mergepipe_pipeline.arrays import BoolArray, F32Array, F64Array, I64Array, U32Array
 from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, FACTORED, TIERS, TIERS_OF, PackSource
 from mergepipe_pipeline.domain.plan import TrimRule
+from mergepipe_pipeline.planner.lengths import Trimmed, lengths_of
 
 #: Levels of neighbours differ little: more blocks would make plans longer, and hardly better.
 _MOST_BLOCKS = 1 << 20
@@ -41,7 +43,7 @@ _READ = np.array(
 
 @dataclass(frozen=True, kw_only=True)
 class PackedRow:
-    """One tensor of pack number `pack` on a grid; its name there, unit, factors and threshold.
+    """One tensor of pack number `pack` on a grid; its name there, unit, factors, threshold, tails.
 
     `rung_nbytes` int64 [rungs]: what is read of the factors up to each rung, once for all blocks.
     `nbytes` uint32 [levels, blocks]: what is read of a block for a level besides. `residual_sq`
@@ -56,6 +58,7 @@ class PackedRow:
     rung_nbytes: I64Array
     nbytes: U32Array
     residual_sq: F32Array
+    tails: F32Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +77,22 @@ class Packs:
 class RowLevels:
     """The levels of a packed row that are `usable` by a method, and that are `exact`.
 
-    [levels] each. An exact level gives what the expert itself gives.
+    [levels] each. An exact level gives what the expert itself gives. `trimmed`: what a trim keeps.
     """
 
     packed: PackedRow
     usable: BoolArray = field(repr=False)
     exact: BoolArray = field(repr=False)
+    trimmed: Trimmed | None = None
+
+    @cached_property
+    def lengths(self) -> F64Array:
+        """[choices]: how many times as long δ̂ is read, also for nothing and what is stored."""
+        lengths = np.ones(2 + N_LEVELS)
+        if self.trimmed is not None:
+            tails, left = self.packed.tails, self.packed.residual_sq
+            lengths[1 : 1 + len(tails)] = lengths_of(tails, left, self.trimmed)
+        return lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +118,7 @@ def packed_row(
     unit: float,
     factors: str,
     threshold_bits: int,
+    tails: F32Array,
     nbytes: U32Array,
     residual_sq: F32Array,
 ) -> PackedRow:
@@ -118,13 +132,20 @@ def packed_row(
         rung_nbytes=np.cumsum(nbytes[:N_RUNGS].sum(axis=1, dtype=np.int64)),
         nbytes=_READ @ nbytes,
         residual_sq=residual_sq,
+        tails=tails,
     )
 
 
-def row_levels(packed: PackedRow, trim: TrimRule | None, *, approximates: bool) -> RowLevels:
+def row_levels(
+    packed: PackedRow,
+    trim: TrimRule | None,
+    *,
+    approximates: bool,
+    trimmed: Trimmed | None = None,
+) -> RowLevels:
     """Return the levels of a packed row that is trimmed by `trim`; all, or those that are exact."""
     exact = np.zeros(N_LEVELS, np.bool_)
     exact[_X] = True
     # X20 has every |δ| from its threshold up, and a trim keeps some of those from its own up.
     exact[_X20] = trim is not None and trim.threshold_bits >= packed.threshold_bits
-    return RowLevels(packed=packed, usable=exact | approximates, exact=exact)
+    return RowLevels(packed=packed, usable=exact | approximates, exact=exact, trimmed=trimmed)

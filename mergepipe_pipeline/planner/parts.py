@@ -24,6 +24,7 @@ from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.planner.bounds import Sensitivity
 from mergepipe_pipeline.planner.candidates import Row, lay_out
+from mergepipe_pipeline.planner.lengths import Trimmed
 from mergepipe_pipeline.planner.levels import LevelTable
 from mergepipe_pipeline.planner.packed_rows import Packs, row_levels
 from mergepipe_pipeline.planner.samples import Samples, Simulate
@@ -194,10 +195,22 @@ class Parts:
         packed = of_pair.get((t.inputs[i].tensor, t.base.tensor))
         if packed is None:
             return row
-        trim = self._facts.trims.get((t.name, i))
-        is_asked = self._recipe.strategy == PACKS
-        approximates = is_asked or not OPERATORS[part.operator].schema.approximates_by_request
-        return replace(row, levels=row_levels(packed, trim, approximates=approximates))
+        trim, method = self._facts.trims.get((t.name, i)), OPERATORS[part.operator]
+        approximates = self._recipe.strategy == PACKS or not method.schema.approximates_by_request
+        trimmed = self._trimmed(part, i, row)
+        levels = row_levels(packed, trim, approximates=approximates, trimmed=trimmed)
+        return replace(row, levels=levels)
+
+    def _trimmed(self, part: Part, i: int, row: Row) -> Trimmed | None:
+        """What a trim before a vote keeps; sums of what is trimmed are best as they are read."""
+        place = part.recipe.name, i
+        trim = self._facts.trims.get(place)
+        if trim is None or row.block_l2sq is None or row.block_sq_norm is None:
+            return None
+        is_vote = OPERATORS[part.operator].response(part.params) == "vote"
+        if not is_vote or place in self._facts.outliers:
+            return None
+        return Trimmed(trim.threshold, float(row.block_sq_norm.sum()), row.block_l2sq, row.numel)
 
     def _kept(self, part: Part, i: int, s: TensorStats | None) -> tuple[Kept | None, float]:
         """Return the part of a delta that is kept (None: all), and a drop's probability."""

@@ -107,6 +107,7 @@ class Samples:
         for i, o in enumerate(of):
             if o and o.packed.factors:
                 self._put_projected(i, o, deltas[i], levels[:, i], found[i])
+                found[i] *= o.lengths[levels[:, i], None]
         return found
 
     def _put_projected(

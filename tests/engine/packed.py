@@ -31,7 +31,7 @@ from mergepipe_pipeline.packs.checksums import checksum
 from mergepipe_pipeline.packs.codec import BITS_OF, encode_chunk, unit_of
 from mergepipe_pipeline.packs.elements import ReadBase
 from mergepipe_pipeline.packs.frames import as_array
-from mergepipe_pipeline.packs.index import frames_path, pack_id_of, write_index
+from mergepipe_pipeline.packs.index import NO_TAILS, frames_path, pack_id_of, write_index
 from tests.engine.plans import SEED, plan_of
 from tests.support.stored import Floats, Stored, content_of, decode, write
 
@@ -141,6 +141,7 @@ def write_pack(
         np.array([[checksum(as_array(f)) if f else 0 for f in row] for row in frames], np.uint64),
         np.stack([c.residual_sq for c in chunks], axis=1),
         np.zeros(len(TIERS), np.int64),
+        NO_TAILS,
     )
     pack_id = pack_id_of([tensor.content])
     root = folder / pack_id

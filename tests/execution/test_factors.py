@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from mergepipe_pipeline.checkpoints.reader import Tally
 from mergepipe_pipeline.concurrency import threads
@@ -190,6 +191,35 @@ def test_a_small_budget_reads_directions_and_gives_the_same_bits_in_any_windows(
     assert 0.8 * error < told < 1.25 * error
     again = run_plan(warehouse, plan, options=WINDOWS, fresh=True)
     assert again.snapshot.snapshot_id == first.snapshot.snapshot_id
+
+
+def test_what_a_vote_keeps_of_directions_is_as_long_as_the_plan_says(tmp_path: Path) -> None:
+    warehouse = family(tmp_path, experts=1)
+    own = "parameters: {weight: 1.0, density: 0.3}"
+    text = f"merge_method: ties\nbase_model: {tmp_path / 'base'}\ndtype: float32\n"
+    raw = parse(f"{text}models:\n- {{model: {tmp_path / 'e0'}, {own}}}\n", name="r", where="r")
+    name, found = "model.layers.0.a.weight", only_pack(warehouse).tensors
+    base, delta = decode(tensors("BF16")[name]), decode(tensors("BF16", 1)[name])
+    delta = delta.reshape(-1) - base.reshape(-1)
+    updates = {}
+    for budget in (None, "1.5%"):
+        plan = make_plan(warehouse, raw, budget=budget)
+        root = Path(run_plan(warehouse, plan).snapshot.path)
+        (merged,) = [load_file(f)[name] for f in root.glob("*.safetensors") if name in load_file(f)]
+        updates[budget] = merged.reshape(-1) - base.reshape(-1)
+    expert = next(t for layer in plan.layers for t in layer.tasks if t.name == name).experts[0]
+    assert expert.packed
+    assert expert.trim
+    (given,) = expert.packed.ranges
+    near = decoded(only_pack(warehouse), name, given.level, tensors("BF16")[name])
+    longer = np.float32(given.length) * near
+    kept = np.abs(longer) > expert.trim.threshold
+    assert np.allclose(updates["1.5%"], np.where(kept, longer, 0), atol=1e-7)
+    left = found[name].residual_sq[TIERS.index(given.level)].sum()
+    share = 0.68 + 0.3 * (1 - left / np.square(delta).sum())
+    ratio = np.linalg.norm(updates["1.5%"]) / np.linalg.norm(updates[None])
+    assert given.length != 1
+    assert ratio == pytest.approx(share, rel=0.03)
 
 
 def test_factors_do_not_depend_on_threads_and_are_taken_over(

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TIERS, PackedTensor
+from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TAIL_LENGTH, TIERS, PackedTensor
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.index import (
     SUMMED_CHUNKS,
@@ -42,6 +42,7 @@ def packed(name: str, chunks: int, seed: int, start: np.ndarray) -> PackedTensor
         rng.integers(0, 1 << 63, (len(TIERS), chunks), np.uint64),
         rng.random((len(TIERS), chunks), np.float32),
         start,
+        rng.random((seed % 2 * TIERS.index("X20"), TAIL_LENGTH), np.float32),
     )
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, TIERS
+from mergepipe_pipeline.packs.index import NO_TAILS
 from mergepipe_pipeline.planner.candidates import Row, lay_out
 from mergepipe_pipeline.planner.levels import LevelTable
 from mergepipe_pipeline.planner.packed_rows import (
@@ -50,6 +51,7 @@ def levels_of(
         rung_nbytes=rung_nbytes,
         nbytes=nbytes.astype(np.uint32),
         residual_sq=left.astype(np.float32),
+        tails=NO_TAILS,
     )
     return RowLevels(packed=packed, usable=usable, exact=exact)
 

@@ -13,7 +13,7 @@ from mergepipe_pipeline.domain.pack import CHUNK_ELEMS, FACTORED, TIERS
 from mergepipe_pipeline.domain.plan import TrimRule
 from mergepipe_pipeline.domain.recipe import Budget, Selection, Share
 from mergepipe_pipeline.errors import BudgetError
-from mergepipe_pipeline.packs.index import summed
+from mergepipe_pipeline.packs.index import NO_TAILS, summed
 from mergepipe_pipeline.planner.candidates import Row, lay_out
 from mergepipe_pipeline.planner.levels import Levels, LevelTable, packed_input
 from mergepipe_pipeline.planner.packed_rows import (
@@ -198,7 +198,7 @@ def test_stored_blocks_are_bought_where_an_exact_level_is_dearer_by_the_factors_
     nbytes = np.zeros((len(TIERS), n), np.uint32)
     residual_sq = np.full((len(TIERS), n), np.inf, np.float32)
     nbytes[TIERS.index("X")], nbytes[0, 0], residual_sq[TIERS.index("X")] = stored - 1000, 20_000, 0
-    packed = packed_row(0, "w", 1.0, "f", 7, nbytes, residual_sq)
+    packed = packed_row(0, "w", 1.0, "f", 7, NO_TAILS, nbytes, residual_sq)
     row = Row(
         tensor=0,
         position=0,
@@ -242,7 +242,7 @@ def test_blocks_have_the_bytes_and_residuals_of_their_chunks() -> None:
     nbytes = rng.integers(0, 9999, (len(TIERS), 10)).astype(np.uint32)
     residual_sq = rng.random((len(TIERS), 10), dtype=np.float32)
     residual_sq[0, 9] = np.inf
-    found = packed_row(0, "w", 1.0, "f", 7, *summed(nbytes, residual_sq, 4))
+    found = packed_row(0, "w", 1.0, "f", 7, NO_TAILS, *summed(nbytes, residual_sq, 4))
     wanted = np.add.reduceat(nbytes, [0, 4, 8], axis=1).astype(np.int64)
     assert np.array_equal(found.rung_nbytes, wanted[:3].sum(axis=1).cumsum())
     assert not found.nbytes[: len(FACTORED)].any()
@@ -261,6 +261,7 @@ PACKED = packed_row(
     1.0,
     "",
     100,
+    NO_TAILS,
     np.ones((len(TIERS), 1), np.uint32),
     np.ones((len(TIERS), 1), np.float32),
 )

@@ -11,7 +11,6 @@ and takes ten times as long. A NaN stays a NaN; a dropped infinity becomes one.
 
 from __future__ import annotations
 
-import struct
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -227,9 +226,8 @@ def check_ranked(tensor: str, density: PerModel, epsilon: PerModel) -> None:
 
 def _split(delta: Tensor, rule: TrimRule, start_elem: int) -> tuple[Tensor, Tensor, float]:
     """The elements where ties at the threshold are kept, those where not, and the threshold."""
-    (threshold,) = struct.unpack("<f", struct.pack("<I", rule.threshold_bits))
     cut = min(max(rule.tie_stop_elem - start_elem, 0), delta.shape[0])
-    return delta[:cut], delta[cut:], threshold
+    return delta[:cut], delta[cut:], rule.threshold
 
 
 def _is_on_host(delta: Tensor) -> bool:

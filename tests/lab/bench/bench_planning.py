@@ -38,7 +38,7 @@ from mergepipe_pipeline.domain.view import view_of
 from mergepipe_pipeline.facts.contents import Contents
 from mergepipe_pipeline.operators.steps.sparsify import trim_count
 from mergepipe_pipeline.packs.contents import packed_contents
-from mergepipe_pipeline.packs.index import frames_path, pack_id_of, write_index
+from mergepipe_pipeline.packs.index import NO_TAILS, frames_path, pack_id_of, write_index
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.lab.bench import FOLDER
@@ -215,6 +215,7 @@ def pack_all(home: Warehouse, n_experts: int, layers: int) -> None:
                     checksums=np.zeros((len(TIERS), 0), np.uint64),
                     residual_sq=(left[:, None] * l2sq).astype(np.float32),
                     start_byte=start_byte.copy(),
+                    tails=NO_TAILS,
                 )
             )
             start_byte += nbytes.astype(np.int64).sum(axis=1)
