@@ -136,7 +136,7 @@ class PackedRange:
     level: Level
     nbytes: int
     is_exact: bool
-    length: float = 1.0
+    length: Annotated[float, Bound(ge=0.25, le=4)] = 1.0
 
     @property
     def gives_bits(self) -> bool:

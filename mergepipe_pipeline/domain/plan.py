@@ -131,7 +131,8 @@ class ExpertInput:
         if self.packed is None or not self.packed.approximate:
             return own
         near = [
-            [r.start_elem, r.stop_elem, r.level, r.length.hex()] for r in self.packed.approximate
+            [r.start_elem, r.stop_elem, r.level, *([] if r.length == 1 else [r.length.hex()])]
+            for r in self.packed.approximate
         ]
         return [*own, [CODEC_VERSION, self.packed.unit.hex(), self.packed.factors, near]]
 

@@ -21,13 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    Field,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, ValidationError
 
 from mergepipe_pipeline.arrays import F32Array, U32Array
 from mergepipe_pipeline.catalog.arrow_tables import (

@@ -60,11 +60,11 @@ def error_bound(
 ) -> Bound:
     """Return the bound of a choice; `sensitivities` are by number of the output tensor."""
     residual = np.sqrt(table.residual_sq(levels))  # [candidates], as is_near
-    # δ̂ that is read longer is off by that, too, and ‖δ̂‖ is at most ‖δ‖ + ‖r‖.
-    longer = np.abs(table.lengths(levels) - 1)
-    is_longer = longer > 0
-    whole = table.candidates.norm + residual
-    residual[is_longer] += longer[is_longer] * whole[is_longer]
+    # δ − Lδ̂ = Lr + (1 − L)δ, where δ̂ is read L times as long.
+    lengths = table.lengths(levels)
+    other = lengths != 1
+    norm = np.abs(1 - lengths[other]) * table.candidates.norm[other]
+    residual[other] = lengths[other] * residual[other] + norm
     if not residual.any():
         return Bound(0.0, "nothing is omitted")
     is_near = table.is_near(levels) & (residual > 0)

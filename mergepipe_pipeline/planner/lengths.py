@@ -13,12 +13,13 @@ import numpy as np
 from mergepipe_pipeline.arrays import F32Array, F64Array
 
 #: How long what is kept of δ̂ is to be, as a share of what is kept of δ: where δ̂ explains nothing of
-#: δ, and how much is added where it explains all. Fitted to fine-tunes of SmolLM2 of 150 and 600
+#: δ, and how much is added where it explains all. Fitted to fine-tunes of SmolLM2 of 60 and 600
 #: steps by the divergence of answers, at R0, R1, R2, L1 and L2 (docs/benchmarks.md).
 _LEAST_KEPT, _MORE_KEPT = 0.68, 0.3
 #: The lengths that are tried. Where directions explain little, longer ones would be mostly noise.
 _LENGTHS = np.geomspace(0.5, 1.15, 51)
-#: They are rounded to so many parts: plans are the same though machines add up otherwise.
+#: They are rounded to so many parts: plans are the same where machines add up otherwise, but
+#: for a few in many millions.
 _PER_LENGTH = 128
 
 

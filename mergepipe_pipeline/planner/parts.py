@@ -197,18 +197,16 @@ class Parts:
             return row
         trim, method = self._facts.trims.get((t.name, i)), OPERATORS[part.operator]
         approximates = self._recipe.strategy == PACKS or not method.schema.approximates_by_request
-        trimmed = self._trimmed(part, i, row)
+        trimmed = self._trimmed(part, i, row, trim) if trim else None
         levels = row_levels(packed, trim, approximates=approximates, trimmed=trimmed)
         return replace(row, levels=levels)
 
-    def _trimmed(self, part: Part, i: int, row: Row) -> Trimmed | None:
+    def _trimmed(self, part: Part, i: int, row: Row, trim: TrimRule) -> Trimmed | None:
         """What a trim before a vote keeps; sums of what is trimmed are best as they are read."""
-        place = part.recipe.name, i
-        trim = self._facts.trims.get(place)
-        if trim is None or row.block_l2sq is None or row.block_sq_norm is None:
-            return None
         is_vote = OPERATORS[part.operator].response(part.params) == "vote"
-        if not is_vote or place in self._facts.outliers:
+        if not is_vote or (part.recipe.name, i) in self._facts.outliers:
+            return None
+        if row.block_l2sq is None or row.block_sq_norm is None:
             return None
         return Trimmed(trim.threshold, float(row.block_sq_norm.sum()), row.block_l2sq, row.numel)
 

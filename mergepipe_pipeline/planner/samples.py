@@ -115,8 +115,8 @@ class Samples:
     ) -> None:
         """Put samples of row `i` that are read with factors into `out` [blocks, width].
 
-        What directions give of single elements is not known, only what they leave of a block: a
-        projection that keeps a share of ‖δ‖² looks like that share of δ with noise beside.
+        What directions give of single elements is not known, only how long it is and what it leaves
+        of a block: it looks like a share of δ with noise beside.
         """
         row, numbers = self._rows[i], levels - 1
         is_near = (levels > 0) & (levels <= LAST_NEAR) & ~np.append(of.exact, True)[numbers]
@@ -126,10 +126,13 @@ class Samples:
         delta_sq = row.block_l2sq[places]
         left = of.packed.residual_sq[numbers[near], places]
         with np.errstate(divide="ignore", invalid="ignore"):
-            keep = np.clip(np.nan_to_num(1 - left / delta_sq), 0, 1)[:, None]
+            left = np.nan_to_num(left / delta_sq, posinf=1.0)
+            # ‖δ̂‖² as a share of ‖δ‖², [near], and what of δ is in it.
+            read_sq = of.packed.tails[numbers[near], 0] ** 2 * row.numel / row.block_l2sq.sum()
+        keep = np.clip((1 + read_sq - left) / 2, 0, np.sqrt(read_sq))[:, None]
         rms = np.sqrt(np.square(deltas[near]).mean(axis=1, keepdims=True))
         noise = np.random.default_rng(i).standard_normal(deltas.shape, np.float32)[near]
-        out[near] = keep * deltas[near] + np.sqrt(keep * (1 - keep)) * rms * noise
+        out[near] = keep * deltas[near] + np.sqrt(read_sq[:, None] - keep**2) * rms * noise
 
     def _of_sum(self, residuals: F32Array, residual_sq: F64Array) -> F64Array:
         """[PARTS]: the residuals' exact squared norm, times the share that does not cancel.

@@ -123,6 +123,17 @@ def test_every_level_leaves_what_it_says_and_less_than_the_one_before(
         assert before < 0.02 * float(np.square(delta).sum())
 
 
+def test_a_tail_tells_how_long_a_level_is_and_where_its_magnitudes_lie(tmp_path: Path) -> None:
+    found, base = only_pack(family(tmp_path, experts=1)), tensors("BF16")
+    name = "model.layers.0.a.weight"
+    for number, level in enumerate((*FACTORED, *STEPPED)):
+        size = np.abs(decoded(found, name, level, base[name]).astype(np.float64))
+        rms, *magnitudes = found.tensors[name].tails[number]
+        assert rms == pytest.approx(np.sqrt(np.square(size).mean()), rel=0.03)
+        above = [np.square(size[size > x]).sum() / np.square(size).sum() for x in magnitudes]
+        assert np.allclose(above, np.linspace(0, 1, len(magnitudes)), atol=0.06)
+
+
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
 @pytest.mark.parametrize("method", ["linear", "ties"])
 def test_an_exact_merge_reads_directions_and_gives_the_bits_of_the_originals(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
@@ -31,30 +32,40 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> PackedFamily:
 
 @given(
     st.lists(st.sampled_from([None, *TIERS]), min_size=3, max_size=3),
+    st.lists(st.sampled_from([1.0, 0.75, 1.125]), min_size=3, max_size=3),
     st.sets(st.one_of(st.integers(1, NUMEL - 1), st.sampled_from(CHUNKS[1:-1])), max_size=6),
     st.randoms(use_true_random=False),
 )
 def test_windows_of_any_length_in_any_order_read_each_frame_once(
-    family: PackedFamily, levels: list[Level | None], cuts: set[int], order: Random
+    family: PackedFamily,
+    levels: list[Level | None],
+    lengths: list[float],
+    cuts: set[int],
+    order: Random,
 ) -> None:
     taken = [(a, b, lev) for (a, b), lev in zip(pairwise(CHUNKS), levels, strict=True) if lev]
     plan = plan_from(family, "task_arithmetic", levels=[taken or [(0, NUMEL, "L0")]])
     (e,) = plan.layers[0].tasks[0].experts
     assert e.packed is not None
+    longer = [
+        replace(r, length=1.0 if r.gives_bits else length)
+        for r, length in zip(e.packed.ranges, lengths, strict=False)
+    ]
+    packed = replace(e.packed, ranges=tuple(longer))
     windows = list(pairwise([0, *sorted(cuts), NUMEL]))
     order.shuffle(windows)
     tally, found = Tally(), np.zeros(NUMEL, np.float32)
     with PackReader(family.packs[0], tally) as reader:
-        elements = PackedElements(reader, e.packed, e.digest, reader_of_base(family))
+        elements = PackedElements(reader, packed, e.digest, reader_of_base(family))
         for start, stop in windows:
             for part in elements.fetch(start, stop, PageBuffer()):
                 found[part.start_elem : part.stop_elem] = _delta(part, family)
-    assert tally.nbytes == e.packed.nbytes
+    assert tally.nbytes == packed.nbytes
     (tensor,), delta = family.tensors, family.experts[0] - family.base
-    for r in e.packed.ranges:
+    for r in packed.ranges:
         inside = slice(r.start_elem, r.stop_elem)
         wanted = quantised_at(r.level, delta[inside], tensor.unit, tensor.threshold_bits)
-        assert np.array_equal(found[inside], wanted)
+        assert np.allclose(found[inside], np.float32(r.length) * wanted, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("level", ["L1", "X20", "X"])
