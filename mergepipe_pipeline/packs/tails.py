@@ -1,7 +1,6 @@
 """How the magnitudes of δ̂ are spread at each level that approximates, in a sample of a tensor.
 
-A trim keeps other elements of δ̂ than of δ. A plan that knows how long these are together can make
-them longer: `planner.lengths`.
+A trim keeps other elements of δ̂ than of δ. `planner.lengths` finds from a tail what it keeps of δ̂.
 """
 
 from __future__ import annotations
@@ -20,25 +19,27 @@ def tails_of(
 ) -> F32Array:
     """The tails [levels that approximate, TAIL_LENGTH] of a tensor.
 
-    `delta` [n] is a sample of δ, of which the tensor's factors give `rungs` [n] each, in steps, and
-    of all elements `rms` each: a sample of other rows would be longer, or shorter.
+    `delta` [n] is a sample of δ. The tensor's factors give `rungs` [n] of it, in steps; of all
+    elements each gives the root mean square `rms`. Tails are scaled to it, since a sample has rows
+    that are longer, or shorter.
     """
     near = [numbers * step_of(unit) for numbers in rungs]  # [n] each
     tiers = np.array([[TIERS.index(tier)] for tier in STEPPED], np.int8)  # [stepped, 1]
     left = np.broadcast_to(delta - near[-1], (len(STEPPED), 1, len(delta)))
     units, thresholds = np.full(len(STEPPED), unit), np.zeros(len(STEPPED), np.uint32)
+    # [stepped, n]
     stepped = near[-1] + quantised(np.ascontiguousarray(left), units, thresholds, tiers)[:, 0]
     tails = np.stack([_tail(read) for read in (*near, *stepped)])
-    whole = np.array([*rms, *[rms[-1]] * len(stepped)])
-    own = np.array([*tails[: len(near), 0], *[tails[len(near) - 1, 0]] * len(stepped)])
-    tails *= np.divide(whole, own, out=np.ones(len(own)), where=own > 0)[:, None]
+    own = tails[: len(near), 0].astype(np.float64)
+    scale = np.divide(rms, own, out=np.ones(len(near)), where=own > 0)  # [rungs]
+    tails *= np.append(scale, np.full(len(stepped), scale[-1]))[:, None]
     return tails
 
 
 def _tail(read: F32Array) -> F32Array:
     """The root mean square of δ̂, and magnitudes above which equal parts of ‖δ̂‖² lie."""
     falling = np.sort(np.abs(read))[::-1]
-    above: F64Array = np.cumsum(np.square(falling, dtype=np.float64))
+    above: F64Array = np.cumsum(np.square(falling, dtype=np.float64))  # [n], as `falling`
     parts = np.linspace(0, above[-1], TAIL_LENGTH - 1)
     rms = np.sqrt(above[-1] / len(read))
     return np.append(rms, np.interp(parts, above, falling)).astype(np.float32)

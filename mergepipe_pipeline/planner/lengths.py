@@ -1,7 +1,8 @@
 """How long a row reads δ̂ that is trimmed before a vote.
 
-A trim keeps elements of δ̂ above a threshold that was found for δ. Directions spread δ̂ more evenly:
-too little of it is left, or too much, which a model's answers show, and its error does not.
+A trim keeps elements of δ̂ above a threshold that was found for δ. Directions spread δ̂ more evenly
+than δ, so that too little of it is kept, or too much. The model's answers show that; the error of
+the merge does not.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import numpy as np
 
 from mergepipe_pipeline.arrays import F32Array, F64Array
 
-#: How long what is kept of δ̂ is to be, as a share of what is kept of δ: where δ̂ explains nothing of
-#: δ, and how much is added where it explains all. Fitted to fine-tunes of SmolLM2 of 60 and 600
-#: steps by the divergence of answers, at R0, R1, R2, L1 and L2 (docs/benchmarks.md).
+#: ‖δ̂‖ of what is kept is to be such a share of ‖δ‖ of what is kept: the first where δ̂ explains
+#: nothing of δ, the sum of both where it explains all. Fitted by the divergence of answers to
+#: fine-tunes of SmolLM2 of 60 and 600 steps, at R0, R1, R2, L1 and L2 (docs/benchmarks.md).
 _LEAST_KEPT, _MORE_KEPT = 0.68, 0.3
 #: The lengths that are tried. Where directions explain little, longer ones would be mostly noise.
 _LENGTHS = np.geomspace(0.5, 1.15, 51)
-#: They are rounded to so many parts: plans are the same where machines add up otherwise, but
-#: for a few in many millions.
+#: Lengths are whole numbers of so many parts of one, so that machines which add up in another order
+#: hardly ever plan another length.
 _PER_LENGTH = 128
 
 
@@ -37,7 +38,7 @@ class Trimmed:
 
 
 def lengths_of(tails: F32Array, residual_sq: F32Array, trimmed: Trimmed) -> F32Array:
-    """The factor of δ̂ at each level that has a tail, [tails].
+    """How many times as long δ̂ is read at each level that has a tail, [tails].
 
     `tails` [tails, TAIL_LENGTH] are those of a packed tensor, `residual_sq` [levels, blocks] what
     its levels leave, infinite where one cannot be used.
