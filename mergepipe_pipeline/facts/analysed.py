@@ -122,10 +122,8 @@ class AnalysedExpert:
         leaves; for a part of it, only a pass beforehand can.
         """
         active = [s for s in parts if 0 < s.density < 1]
-        if kind == "trim":
-            self._add_trims(active, facts)
-        elif kind == "band":
-            self._add_bands(active, facts)
+        if kind in ("trim", "band"):
+            self._add_rules(kind, active, facts)
         rescaled = [s for s in active if _rescales(s.params)]
         if kind == "drop" and in_full:
             self._leave_scales_open(rescaled, facts)
@@ -142,7 +140,8 @@ class AnalysedExpert:
 
         for s in (s for s in parts if 0 < s.density < 1 and kind in ("trim", "band")):
             rules = facts.trims.get(s.place), facts.outliers.get(s.place)
-            facts.kept[s.place] = kept_sq_norm(self._with_histogram(s.pair), self.grid, *rules)
+            stats, counts = self._with_histogram(s.pair), _counts(kind, s)
+            facts.kept[s.place] = kept_sq_norm(stats, self.grid, *rules, counts)
 
     def _of(self, pair: Pair) -> TensorStats:
         """Statistics of a tensor; blocks and histogram may be missing."""
@@ -153,18 +152,14 @@ class AnalysedExpert:
         bins, counts = self.histograms[pair]
         return replace(self._of(pair), hist_bins=bins, hist_counts=counts)
 
-    def _add_trims(self, parts: Sequence[Sparsified], facts: TensorFacts) -> None:
-        keeps = {s: trim_count(s.numel, s.density) for s in parts}
-        for s, rule in self._rules(keeps, "thresholds").items():
-            facts.trims[s.place] = rule
-
-    def _add_bands(self, parts: Sequence[Sparsified], facts: TensorFacts) -> None:
-        counts = {s: band_counts(s.numel, s.density, s.number("gamma")) for s in parts}
+    def _add_rules(self, kind: Kind, parts: Sequence[Sparsified], facts: TensorFacts) -> None:
+        counts = {s: _counts(kind, s) for s in parts}
         above = {s: outliers for s, (_, outliers) in counts.items() if outliers}
         for s, rule in self._rules({s: c for s, (c, _) in counts.items()}, "thresholds").items():
             facts.trims[s.place] = rule
-        for s, rule in self._rules(above, "outlier bounds").items():
-            facts.outliers[s.place] = rule
+        if above:
+            for s, rule in self._rules(above, "outlier bounds").items():
+                facts.outliers[s.place] = rule
 
     def _rules(self, keeps: Mapping[Sparsified, int], label: str) -> dict[Sparsified, TrimRule]:
         """The rule that keeps so many of each tensor's largest |δ|."""
@@ -303,6 +298,13 @@ def common_pairs(expert: Model, base: Model) -> list[Pair]:
         and view.dtype in FLOATING
         and base_view.dtype in FLOATING
     ]
+
+
+def _counts(kind: Kind, s: Sparsified) -> tuple[int, int]:
+    """How many of a tensor's largest |δ| a trim keeps, or a band's, and how many are outliers."""
+    if kind == "trim":
+        return trim_count(s.numel, s.density), 0
+    return band_counts(s.numel, s.density, s.number("gamma"))
 
 
 def _rescales(params: Params) -> bool:

@@ -1,7 +1,8 @@
 """The part of a delta's squared norm that sparsifying keeps, from a histogram of magnitudes.
 
 A threshold belongs to the whole tensor; blocks are taken to have the tensor's distribution,
-stretched to their own size.
+stretched to their own size. Near an ulp many |δ| are equal: of those at a threshold, a trim keeps
+only as many as fit, so that what a tensor keeps follows from how many elements are kept.
 """
 
 from __future__ import annotations
@@ -38,9 +39,16 @@ class _Delta(NamedTuple):
 
 
 def kept_sq_norm(
-    stats: TensorStats, grid: BlockGrid, trim: TrimRule | None, outliers: TrimRule | None
+    stats: TensorStats,
+    grid: BlockGrid,
+    trim: TrimRule | None,
+    outliers: TrimRule | None,
+    counts: tuple[int, int],
 ) -> Kept:
-    """Estimate what is kept of δ above `trim` and not above `outliers` (None: no threshold)."""
+    """Estimate what is kept of δ above `trim` and not above `outliers` (None: no threshold).
+
+    `counts`: how many of the largest |δ| are above the one and the other.
+    """
     if not 0 < stats.l2sq < np.inf:
         return Kept(stats.block_l2sq, stats.l2sq if stats.l2sq == 0 else np.inf)
     bins = stats.hist_bins
@@ -58,16 +66,21 @@ def kept_sq_norm(
     )
     sq_norm = np.empty(len(stats.block_l2sq))
     limits = trim.threshold if trim else 0.0, outliers.threshold if outliers else np.inf
-    return Kept(sq_norm, _keep(delta, limits, (lowest, highest), sq_norm))
+    return Kept(sq_norm, _keep(delta, limits, (lowest, highest), counts, sq_norm))
 
 
 @cached_njit(nogil=True)
 def _keep(
-    delta: _Delta, limits: tuple[float, float], kept_bins: tuple[int, int], sq_norm: F64Array
+    delta: _Delta,
+    limits: tuple[float, float],
+    kept_bins: tuple[int, int],
+    counts: tuple[int, int],
+    sq_norm: F64Array,
 ) -> float:
     """Fill `sq_norm` [blocks] with what is kept of δ's from `limits[0]` up to `limits[1]`.
 
-    Return the most that bins `kept_bins[0]` to `kept_bins[1]` can hold.
+    They are the largest `counts[0]` without the largest `counts[1]`. Return the most that bins
+    `kept_bins[0]` to `kept_bins[1]` can hold.
     """
     bins, l2sq = delta.bins, delta.l2sq
     n = len(bins)
@@ -93,11 +106,22 @@ def _keep(
             sq_norm[b] = delta.block_l2sq[b] * _share(edges, above, limits, stretch)
         total += sq_norm[b]
     # Blocks also differ in shape: the sum over all of them has to be what the histogram says.
-    expected = min(most, l2sq * _share(edges, above, limits, 1.0))
+    largest = _largest(delta, above, counts[0]) - _largest(delta, above, counts[1])
+    expected = min(most, l2sq * largest)
     scale = expected / total if total > 0 else 1.0
     for b in range(len(sq_norm)):
         sq_norm[b] = min(delta.block_l2sq[b], sq_norm[b] * scale)
     return most
+
+
+@cached_njit(nogil=True)
+def _largest(delta: _Delta, above: F64Array, count: int) -> float:
+    """The share of the squared norm that the largest `count` elements have."""
+    for k in range(len(delta.bins) - 1, -1, -1):
+        if count <= delta.counts[k]:
+            return float(above[k + 1] + (above[k] - above[k + 1]) * count / delta.counts[k])
+        count -= delta.counts[k]
+    return float(above[0])
 
 
 @cached_njit(nogil=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -64,12 +66,28 @@ def normal(seed: int, blocks: float, *, spread: float = 0.5) -> Deltas:
     return (rng.normal(size=n) * sizes[np.arange(n) // GRID.block_elems]).astype(np.float32)
 
 
-def parts(delta: Deltas, density: float, outliers: float) -> tuple[TrimRule, TrimRule, Deltas]:
-    """A band's two rules and what it leaves of the deltas."""
+def near_ulp(seed: int, n: int) -> Deltas:
+    """Deltas of bfloat16 that are an ulp or a few: every magnitude occurs very often."""
+    rng = np.random.default_rng(seed)
+    ulps = np.exp2(rng.integers(-12, -9, n))
+    return (np.rint(rng.normal(size=n)) * ulps).astype(np.float32)
+
+
+class Band(NamedTuple):
+    """A band's two rules, how many of the largest are above each, and what it leaves of deltas."""
+
+    trim: TrimRule
+    above: TrimRule
+    counts: tuple[int, int]
+    left: Deltas
+
+
+def band_of(delta: Deltas, density: float, outliers: float) -> Band:
     n_above = max(1, int(outliers * len(delta)))
+    n_kept = min(len(delta), n_above + max(1, int(density * len(delta))))
     above, out = rule(delta, n_above)
-    trim, kept = rule(delta, min(len(delta), n_above + max(1, int(density * len(delta)))))
-    return trim, above, np.where(kept & ~out, delta, np.float32(0))
+    trim, kept = rule(delta, n_kept)
+    return Band(trim, above, (n_kept, n_above), np.where(kept & ~out, delta, np.float32(0)))
 
 
 @settings(max_examples=examples(50))
@@ -92,12 +110,12 @@ def test_no_sparsified_delta_has_more_sq_norm_than_the_most(
     }[kind]
     delta = drawn.astype(np.float32)
     stats = statistics(delta)
-    trim, above, band = parts(delta, density, 0.05)
-    kept = rule(delta, max(1, int(density * n)))
+    band, keep = band_of(delta, density, 0.05), max(1, int(density * n))
+    kept = rule(delta, keep)
     for found, exact in (
-        (kept_sq_norm(stats, GRID, kept[0], None), np.where(kept[1], delta, 0)),
-        (kept_sq_norm(stats, GRID, trim, above), band),
-        (kept_sq_norm(stats, GRID, None, None), delta),
+        (kept_sq_norm(stats, GRID, kept[0], None, (keep, 0)), np.where(kept[1], delta, 0)),
+        (kept_sq_norm(stats, GRID, band.trim, band.above, band.counts), band.left),
+        (kept_sq_norm(stats, GRID, None, None, (n, 0)), delta),
     ):
         true = np.square(exact.astype(np.float64)).sum()
         assert true <= found.most * (1 + 1e-9)
@@ -110,30 +128,40 @@ def test_no_sparsified_delta_has_more_sq_norm_than_the_most(
 @pytest.mark.parametrize("spread", [0.0, 0.5])
 def test_blocks_keep_about_what_a_trim_leaves_them(density: float, spread: float) -> None:
     delta = normal(3, 24.5, spread=spread)
-    trim, kept = rule(delta, int(density * len(delta)))
-    found = kept_sq_norm(statistics(delta), GRID, trim, None).block_sq_norm
+    keep = int(density * len(delta))
+    trim, kept = rule(delta, keep)
+    found = kept_sq_norm(statistics(delta), GRID, trim, None, (keep, 0)).block_sq_norm
     exact = statistics(np.where(kept, delta, np.float32(0))).block_l2sq
     assert found.sum() == pytest.approx(exact.sum(), rel=0.02)
     assert np.corrcoef(found, exact)[0, 1] > 0.99 or spread == 0
 
 
-def test_blocks_keep_about_what_a_band_leaves_them() -> None:
-    delta = normal(4, 16)
-    trim, above, band = parts(delta, 0.3, 0.02)
-    found = kept_sq_norm(statistics(delta), GRID, trim, above)
-    assert found.block_sq_norm.sum() == pytest.approx(statistics(band).l2sq, rel=0.02)
+@pytest.mark.parametrize("delta", [normal(4, 16), near_ulp(4, 70_000)], ids=["normal", "ulps"])
+def test_blocks_keep_about_what_a_band_leaves_them(delta: Deltas) -> None:
+    band = band_of(delta, 0.3, 0.02)
+    found = kept_sq_norm(statistics(delta), GRID, band.trim, band.above, band.counts)
+    assert found.block_sq_norm.sum() == pytest.approx(statistics(band.left).l2sq, rel=0.02)
+
+
+@pytest.mark.parametrize("density", [0.05, 0.2, 0.3, 0.6])
+def test_of_equal_deltas_only_those_count_that_a_trim_keeps(density: float) -> None:
+    delta = near_ulp(9, 100_000)
+    keep = int(density * len(delta))
+    trim, kept = rule(delta, keep)
+    found = kept_sq_norm(statistics(delta), GRID, trim, None, (keep, 0)).block_sq_norm
+    assert found.sum() == pytest.approx(np.square(delta[kept], dtype=np.float64).sum(), rel=0.02)
 
 
 def test_without_thresholds_all_is_kept_and_of_nothing_nothing() -> None:
     delta = normal(5, 2)
     stats = statistics(delta)
-    whole = kept_sq_norm(stats, GRID, None, None).block_sq_norm
+    whole = kept_sq_norm(stats, GRID, None, None, (len(delta), 0)).block_sq_norm
     np.testing.assert_allclose(whole, stats.block_l2sq)
     nothing = statistics(np.zeros(5000, np.float32))
-    assert kept_sq_norm(nothing, GRID, TrimRule(0, 0), None).most == 0
+    assert kept_sq_norm(nothing, GRID, TrimRule(0, 0), None, (1, 0)).most == 0
 
 
 def test_a_block_below_the_threshold_keeps_nothing() -> None:
     delta = np.concatenate([normal(6, 1), normal(7, 1) * np.float32(1e-3)])
     trim, _ = rule(delta, 1000)
-    assert kept_sq_norm(statistics(delta), GRID, trim, None).block_sq_norm[1] == 0
+    assert kept_sq_norm(statistics(delta), GRID, trim, None, (1000, 0)).block_sq_norm[1] == 0
