@@ -36,6 +36,7 @@ class Row:
     `bundle_nbytes`: the row can only be read whole, for so many bytes (an adapter's factors); None
     where each block has its own. `coded` is its view if what is stored of it are codes: a block
     costs them and its scales, also those that another shares. `levels`: what a pack has of it.
+    `is_vector`: its elements belong to whole channels.
     """
 
     tensor: int
@@ -53,6 +54,7 @@ class Row:
     bundle_nbytes: int | None = None
     coded: TensorView | None = None
     levels: RowLevels | None = None
+    is_vector: bool = False
 
 
 @dataclass(frozen=True)

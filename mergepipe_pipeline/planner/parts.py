@@ -176,6 +176,7 @@ class Parts:
                     is_sum=is_sum,
                     bundle_nbytes=view.nbytes if view.low_rank or not view.stored else None,
                     coded=view if any(p.codes for p in view.stored) else None,
+                    is_vector=len(view.shape) < 2,
                 )
             )
         return rows
