@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # commands that read plans start without NumPy
     from mergepipe_pipeline.arrays import F32Array, I64Array, U32Array
 
 #: Part of every pack's id: raised when an encoder or a decoder changes its bits.
-CODEC_VERSION = "6"
+CODEC_VERSION = "7"
 #: Raised when the files beside frames change, which no id tells.
 PACK_FORMAT = "5"
 #: Elements that are encoded, compressed, verified and decoded together; a part of a tensor.

@@ -18,11 +18,13 @@ from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.frames import refuse
 from mergepipe_pipeline.packs.index import NO_TAILS
 from mergepipe_pipeline.packs.product import (
+    AFTER_ROUNDING,
     Product,
     frames_of,
     product_from,
     product_of,
     ranks_of,
+    width_of,
 )
 from mergepipe_pipeline.packs.tails import tails_of
 from mergepipe_pipeline.packs.ternary import STEPS, step_of
@@ -33,8 +35,6 @@ _LEAST_EXPLAINED, _ABOVE_NOISE = 0.15, 1.2
 #: How much longer δ̂ is at most than δ's own part in the directions, so that it is as long as δ: to
 #: the model what is left out is not at right angles to them, as it learned both in the same steps.
 _MOST_LONGER = 1.3
-#: The part of it that is left when factors are rounded to four bits, about.
-_AFTER_ROUNDING = 0.97
 
 #: Elements that tails are taken of at most: so many runs, evenly spread, of so many each.
 _RUNS, _RUN_ELEMS = 64, 256
@@ -84,11 +84,13 @@ def basis_of(shape: Sequence[int], l2sq: float, nonzero: int, delta: ReadDelta) 
     explained = np.cumsum(np.sum([d.sq_norms for d in found], axis=0)) / numel
     if not explained[-1] >= max(_LEAST_EXPLAINED, _ABOVE_NOISE * _by_noise(shape, ranks[-1])):
         return Basis(unit_of(l2sq, nonzero))
-    product = product_of(found)
+    width = width_of(shape, explained)
+    ranks = ranks_of(shape, width)
+    product = product_of(found, ranks[-1], width)
     shares = [min(1.0, float(explained[rank - 1])) for rank in ranks]
     longer = [min(share**-0.5, _MOST_LONGER) for share in shares]
     rungs = [product.first(n, float(rms) * by) for n, by in zip(ranks, longer, strict=True)]
-    left = l2sq * (1 + shares[-1] * (longer[-1] ** 2 - 2 * _AFTER_ROUNDING * longer[-1]))
+    left = l2sq * (1 + shares[-1] * (longer[-1] ** 2 - 2 * AFTER_ROUNDING[width] * longer[-1]))
     # Sums of steps are to stay numbers of 16 bits.
     largest = max(p.largest() for p in rungs)
     unit = max(unit_of(left, nonzero), unit_of((largest * STEPS / STEPS_AT_MOST / 9) ** 2, 1))

@@ -1,8 +1,9 @@
-"""The tiers R0 to R2: products of two factors of four bits, near to a tensor's δ as a whole.
+"""The tiers R0 to R2: products of two factors of few bits, near to a tensor's δ as a whole.
 
-Numbers of the factors are integers of −7 to 7, and each direction has a whole weight. Sums of
-their products are below 2²⁴, so that float32 holds them exactly: in whatever order a machine adds
-them, δ̂ has the same bits. A tensor of more than two dimensions is a stack of matrices.
+Numbers of the factors are integers, of three bits −3 to 3, of four −7 to 7, and each direction has
+a whole weight. Sums of their products are below 2²⁴, so that float32 holds them exactly: in
+whatever order a machine adds them, δ̂ has the same bits. A tensor of more than two dimensions is a
+stack of matrices.
 """
 
 from __future__ import annotations
@@ -28,18 +29,21 @@ I8Array = npt.NDArray[np.int8]
 
 #: Parts of the bytes of bfloat16 that the rungs take together, about; and directions at most.
 _SHARES = (0.001, 0.005, 0.02)
-_MOST_DIRECTIONS = 32
+_MOST_DIRECTIONS = 40
 #: Smaller matrices have no directions.
 _LEAST_LENGTH = 16
-#: The largest number of a factor, and what weights may add up to.
-_MOST = 7
-_MOST_WEIGHT = (1 << 24) // _MOST**2
+#: How many bits the numbers of a tensor's factors may have.
+_WIDTHS = (3, 4)
+#: By width, the part of what a direction explains that is left when its factors are rounded, about.
+AFTER_ROUNDING = {3: 0.92, 4: 0.97}
+#: Bytes in front of a frame's directions: its step, and the width of its numbers.
+_FRONT_NBYTES = 5
 #: With a larger step sums might be infinite.
 _MOST_STEP = 2.0**100
 #: Steps of a factor that are tried, as shares of its largest element.
-_STEPS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-#: Added to a number of a factor, it is half a byte.
-_SHIFT = 8
+_STEPS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0)
+#: Where four bits explain so many times as much as three, they are taken: LoRA's few directions.
+_MUCH_BETTER = 1.03
 #: Columns that are summed at once: those of a few directions stay in the first cache.
 _COLUMNS = 512
 #: Added to a small float32, it rounds it to the nearest integer, ties to even.
@@ -50,13 +54,15 @@ _ROUND = np.float32(12582912)
 class Product:
     """δ̂ = step · Σ weight · left · right, over the directions of each of n matrices.
 
-    `weights` uint32 [n, r], `left` int8 [n, rows, r], `right` int8 [n, r, columns].
+    `weights` uint32 [n, r], `left` int8 [n, rows, r], `right` int8 [n, r, columns], of numbers of
+    `width` bits.
     """
 
     step: np.float32
     weights: U32Array
     left: I8Array
     right: I8Array
+    width: int
 
     def add_to(self, numbers: I16Array, start_elem: int, step: np.float32) -> None:
         """Add δ̂ of elements from `start_elem` on, in steps of this size, to `numbers` [n]."""
@@ -73,7 +79,8 @@ class Product:
         """The product of so many directions of each matrix, times a factor."""
         step, left = np.float32(float(self.step) * factor), self.left[:, :, :rank]
         right = self.right[:, :rank]
-        return Product(step, self.weights[:, :rank], np.ascontiguousarray(left), right)
+        weights = self.weights[:, :rank]
+        return Product(step, weights, np.ascontiguousarray(left), right, self.width)
 
     def l2sq(self) -> float:
         """‖δ̂‖², about."""
@@ -85,17 +92,33 @@ class Product:
 
     def largest(self) -> float:
         """A bound of all |δ̂|."""
-        return float(self.step) * _MOST**2 * int(self.weights.sum(axis=1).max())
+        return float(self.step) * _most(self.width) ** 2 * int(self.weights.sum(axis=1).max())
 
 
-def ranks_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """The directions of each matrix of a tensor up to each rung; () where it has none."""
+def ranks_of(shape: Sequence[int], width: int = _WIDTHS[0]) -> tuple[int, ...]:
+    """The directions of each matrix of a tensor up to each rung; () where it has none.
+
+    Those of numbers of fewer bits are more.
+    """
     if len(shape) < 2 or min(shape[-2:]) < _LEAST_LENGTH:
         return ()
     rows, columns = shape[-2:]
-    each = 2 * rows * columns / _direction_nbytes(rows, columns)
+    each = 2 * rows * columns / _direction_nbytes(rows, columns, width)
     most = min(_MOST_DIRECTIONS, rows // 2, columns // 2)
     return tuple(min(most, max(1, round(share * each))) for share in _SHARES)
+
+
+def width_of(shape: Sequence[int], explained: F64Array) -> int:
+    """How many bits numbers of the factors have, so that the last rung explains most.
+
+    So many directions explain `explained` [r] of ‖δ‖². Unless four bits are much better, it is
+    three, of which smaller rungs explain more.
+    """
+    few, many = (
+        AFTER_ROUNDING[width] * float(explained[ranks_of(shape, width)[-1] - 1])
+        for width in _WIDTHS
+    )
+    return _WIDTHS[many > _MUCH_BETTER * few]
 
 
 def frames_of(rungs: Sequence[Product]) -> dict[Tier, bytes]:
@@ -105,10 +128,11 @@ def frames_of(rungs: Sequence[Product]) -> dict[Tier, bytes]:
         some, stop = slice(first, None), product.weights.shape[1]
         parts = [np.ascontiguousarray(product.weights[:, some], "<u4").view(np.uint8)]
         by_direction = product.left.transpose(0, 2, 1)
-        parts += [_joined(factor[:, some]) for factor in (by_direction, product.right)]
+        factors = by_direction, product.right
+        parts += [_joined(factor[:, some], product.width) for factor in factors]
         whole = np.concatenate([p.reshape(len(p), -1) for p in parts], axis=1)
-        step = np.array(product.step, "<f4").tobytes()
-        frames[tier] = step + whole.tobytes() if stop > first else b""
+        front = np.array(product.step, "<f4").tobytes() + bytes([product.width])
+        frames[tier] = front + whole.tobytes() if stop > first else b""
         first = stop
     return frames
 
@@ -119,23 +143,26 @@ def factors_of(frames: Mapping[Tier, bytes]) -> str:
     return f"{checksum(as_array(joined)):016x}" if joined else ""
 
 
-def rung_nbytes(shape: Sequence[int]) -> tuple[int, ...]:
+def rung_nbytes(shape: Sequence[int], width: int = _WIDTHS[0]) -> tuple[int, ...]:
     """Bytes of the frame of each rung that a tensor may have; 0 for none."""
-    ranks = ranks_of(shape) or (0,) * len(FACTORED)
+    if not (ranks := ranks_of(shape, width)):
+        return (0,) * len(FACTORED)
+    rows, columns = shape[-2:]
+    each = math.prod(shape[:-2]) * _direction_nbytes(rows, columns, width)
     more = np.diff(ranks, prepend=0).tolist()
-    each = math.prod(shape[:-2]) * _direction_nbytes(*shape[-2:]) if any(ranks) else 0
-    return tuple(4 + count * each if count else 0 for count in more)
+    return tuple(_FRONT_NBYTES + count * each if count else 0 for count in more)
 
 
-def product_of(found: Sequence[Directions]) -> Product:
-    """The product whose factors are the directions of each matrix of a tensor, rounded."""
-    left, left_steps = _to_integers(np.stack([d.left.T for d in found]))  # [n, r, rows], [n, r]
-    right, right_steps = _to_integers(np.stack([d.right for d in found]))
+def product_of(found: Sequence[Directions], rank: int, width: int) -> Product:
+    """The product whose factors are the first directions of each matrix of a tensor, rounded."""
+    # [n, r, rows], [n, r]
+    left, left_steps = _to_integers(np.stack([d.left.T[:rank] for d in found]), _most(width))
+    right, right_steps = _to_integers(np.stack([d.right[:rank] for d in found]), _most(width))
     scales = left_steps * right_steps  # [n, r]
     # Rounding may add one half to each weight.
-    step = np.float32(scales.sum(axis=1).max() / (_MOST_WEIGHT - scales.shape[1]))
+    step = np.float32(scales.sum(axis=1).max() / (_most_weight(width) - scales.shape[1]))
     weights = np.rint(scales / step).astype(np.uint32)
-    return Product(step, weights, _by_row(left), right)
+    return Product(step, weights, _by_row(left), right, width)
 
 
 def product_from(frames: Sequence[memoryview], shape: Sequence[int]) -> Product:
@@ -144,31 +171,34 @@ def product_from(frames: Sequence[memoryview], shape: Sequence[int]) -> Product:
     Raises CorruptionError.
     """
     n, (rows, columns) = math.prod(shape[:-2]), shape[-2:]
-    each = n * _direction_nbytes(rows, columns)
+    width = next((frame[_FRONT_NBYTES - 1] for frame in frames if len(frame) >= _FRONT_NBYTES), 0)
+    if width not in _WIDTHS:
+        refuse(f"numbers of {' or '.join(map(str, _WIDTHS))} bits", f"{width}")
+    each = n * _direction_nbytes(rows, columns, width)
     steps, weights, lefts, rights = [], [], [], []
     for frame in frames:
         if len(frame) == 0:
             continue
-        count, rest = divmod(len(frame) - 4, each)
-        if rest or count < 1:
-            refuse(f"directions of {each} bytes", f"{len(frame) - 4}")
+        count, rest = divmod(len(frame) - _FRONT_NBYTES, each)
+        if rest or count < 1 or frame[_FRONT_NBYTES - 1] != width:
+            refuse(f"directions of {each} bytes", f"{len(frame) - _FRONT_NBYTES}")
         steps.append(np.frombuffer(frame[:4], "<f4")[0])
-        table = np.frombuffer(frame[4:], np.uint8).reshape(n, -1)
-        stops = np.cumsum([4 * count, count * -(-rows // 2)])
+        table = np.frombuffer(frame[_FRONT_NBYTES:], np.uint8).reshape(n, -1)
+        stops = np.cumsum([4 * count, count * _factor_nbytes(rows, width)])
         weight, left, right = np.split(table, stops, axis=1)
         weights.append(np.ascontiguousarray(weight).view("<u4").astype(np.uint32))
-        lefts.append(_apart(left, count, rows))
-        rights.append(_apart(right, count, columns))
+        lefts.append(_apart(left, count, rows, width))
+        rights.append(_apart(right, count, columns, width))
     if not steps:
         refuse("a frame of factors", "none")
     whole = np.concatenate(weights, axis=1)
     sums = whole.sum(axis=1, dtype=np.uint64)
-    if not 0 < steps[-1] < _MOST_STEP or sums.max() > _MOST_WEIGHT:
+    if not 0 < steps[-1] < _MOST_STEP or sums.max() > _most_weight(width):
         refuse("a step, and weights that float32 adds up exactly", "others")
     all_left, all_right = _by_row(np.concatenate(lefts, axis=1)), np.concatenate(rights, axis=1)
-    if min(all_left.min(), all_right.min()) < -_MOST:
-        refuse(f"numbers of -{_MOST} to {_MOST}", "others")
-    return Product(np.float32(steps[-1]), whole, all_left, all_right)
+    if min(all_left.min(), all_right.min()) < -(most := _most(width)):
+        refuse(f"numbers of -{most} to {most}", "others")
+    return Product(np.float32(steps[-1]), whole, all_left, all_right, width)
 
 
 def _by_row(left: I8Array) -> I8Array:
@@ -176,43 +206,61 @@ def _by_row(left: I8Array) -> I8Array:
     return np.ascontiguousarray(left.transpose(0, 2, 1))
 
 
-def _to_integers(factors: F32Array) -> tuple[I8Array, F64Array]:
+def _to_integers(factors: F32Array, most: int) -> tuple[I8Array, F64Array]:
     """`factors` [n, r, length] as integers, and their steps [n, r] of the least squared error."""
     largest = np.abs(factors).max(axis=2).astype(np.float64)
-    steps = np.where(largest > 0, largest, 1.0) / _MOST
+    steps = np.where(largest > 0, largest, 1.0) / most
     best, least = np.ones_like(steps), np.full(steps.shape, np.inf)
     for share in _STEPS:
         in_steps = share * steps[..., None]
-        error = np.square(factors - _rounded(factors, in_steps) * in_steps).sum(axis=2)
+        error = np.square(factors - _rounded(factors, in_steps, most) * in_steps).sum(axis=2)
         best, least = np.where(error < least, share, best), np.minimum(error, least)
     steps *= best
-    whole = _rounded(factors, steps[..., None]).astype(np.int8)
+    whole = _rounded(factors, steps[..., None], most).astype(np.int8)
     return whole, np.where(largest > 0, steps, 0.0)
 
 
-def _rounded(factors: F32Array, steps: F64Array) -> F64Array:
-    whole: F64Array = np.clip(np.rint(factors / steps), -_MOST, _MOST)
+def _rounded(factors: F32Array, steps: F64Array, most: int) -> F64Array:
+    whole: F64Array = np.clip(np.rint(factors / steps), -most, most)
     return whole
 
 
-def _direction_nbytes(rows: int, columns: int) -> int:
-    """Bytes of one direction: its weight, and two numbers a byte."""
-    return 4 + -(-rows // 2) + -(-columns // 2)
+def _most(width: int) -> int:
+    """The largest number of so many bits."""
+    return (1 << (width - 1)) - 1
 
 
-def _joined(factor: I8Array) -> U8Array:
-    """`factor` [n, r, length] with two numbers a byte, [n, r, half the length]."""
-    even: I8Array = np.pad(factor, ((0, 0), (0, 0), (0, factor.shape[2] % 2)))
-    halves: U8Array = (even + np.int8(_SHIFT)).astype(np.uint8)
-    joined: U8Array = halves[..., ::2] | halves[..., 1::2] << np.uint8(4)
-    return joined
+def _most_weight(width: int) -> int:
+    """What weights may add up to."""
+    most: int = (1 << 24) // _most(width) ** 2
+    return most
 
 
-def _apart(table: U8Array, count: int, length: int) -> I8Array:
-    """The numbers [n, count, length] of bytes."""
-    pairs = table.reshape(len(table), count, -1)
-    halves = np.stack([pairs & 15, pairs >> 4], axis=3).reshape(*pairs.shape[:2], -1)
-    return halves[..., :length].astype(np.int8) - np.int8(_SHIFT)
+def _direction_nbytes(rows: int, columns: int, width: int) -> int:
+    """Bytes of one direction: its weight, and the numbers of both factors."""
+    return 4 + _factor_nbytes(rows, width) + _factor_nbytes(columns, width)
+
+
+def _factor_nbytes(length: int, width: int) -> int:
+    return -(-width * length // 8)
+
+
+def _joined(factor: I8Array, width: int) -> U8Array:
+    """`factor` [n, r, length] as whole bytes per direction, [n, r, bytes]."""
+    shifted = (factor + np.int8(1 << (width - 1))).view(np.uint8)
+    bits = shifted[..., None] >> np.arange(width, dtype=np.uint8) & 1  # [n, r, length, width]
+    n, rank, length = factor.shape
+    return np.packbits(bits.reshape(n, rank, width * length), axis=2, bitorder="little")
+
+
+def _apart(table: U8Array, count: int, length: int, width: int) -> I8Array:
+    """The numbers [n, count, length] of bytes [n, all bytes]."""
+    each = table.reshape(len(table), count, -1)
+    bits = np.unpackbits(each, axis=2, count=width * length, bitorder="little")
+    whole = np.zeros((len(table), count, length), np.uint8)
+    for bit in range(width):
+        whole |= bits[..., bit::width] << np.uint8(bit)
+    return whole.view(np.int8) - np.int8(1 << (width - 1))
 
 
 @cached_njit(nogil=True)
