@@ -157,9 +157,8 @@ class AnalysedExpert:
         above = {s: outliers for s, (_, outliers) in counts.items() if outliers}
         for s, rule in self._rules({s: c for s, (c, _) in counts.items()}, "thresholds").items():
             facts.trims[s.place] = rule
-        if above:
-            for s, rule in self._rules(above, "outlier bounds").items():
-                facts.outliers[s.place] = rule
+        for s, rule in self._rules(above, "outlier bounds").items():
+            facts.outliers[s.place] = rule
 
     def _rules(self, keeps: Mapping[Sparsified, int], label: str) -> dict[Sparsified, TrimRule]:
         """The rule that keeps so many of each tensor's largest |δ|."""

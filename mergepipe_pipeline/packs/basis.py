@@ -19,6 +19,7 @@ from mergepipe_pipeline.packs.frames import refuse
 from mergepipe_pipeline.packs.index import NO_TAILS
 from mergepipe_pipeline.packs.product import (
     AFTER_ROUNDING,
+    FEWER_BITS,
     Product,
     frames_of,
     product_from,
@@ -70,7 +71,7 @@ class Basis:
 
 def basis_of(shape: Sequence[int], l2sq: float, nonzero: int, delta: ReadDelta) -> Basis:
     """The basis of a tensor of this shape, with Σδ² and that many δ ≠ 0."""
-    ranks, numel = ranks_of(shape), math.prod(shape)
+    ranks, numel = ranks_of(shape, FEWER_BITS), math.prod(shape)  # the most of any width
     if not ranks or not (0 < l2sq < math.inf):
         return Basis(unit_of(l2sq, nonzero))
     rms = np.float32(math.sqrt(l2sq / numel))

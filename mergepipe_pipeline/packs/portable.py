@@ -67,7 +67,7 @@ class PortablePack:
     tensors: tuple[TensorContent, ...]
     units: tuple[Annotated[float, Bound(ge=2.0**-100, le=2.0**100)], ...]
     files: tuple[PortableFile, ...]
-    format: Literal["mergepipe-portable/3"] = "mergepipe-portable/3"
+    format: Literal["mergepipe-portable/4"] = "mergepipe-portable/4"
 
     @property
     def frames(self) -> Mapping[Tier, PortableFile]:

@@ -27,22 +27,23 @@ from mergepipe_pipeline.packs.frames import as_array, refuse
 
 I8Array = npt.NDArray[np.int8]
 
-#: Parts of the bytes of bfloat16 that the rungs take together, about; and directions at most.
+#: Parts of the bytes of bfloat16 that the rungs take together, about.
 _SHARES = (0.001, 0.005, 0.02)
-_MOST_DIRECTIONS = 40
 #: Smaller matrices have no directions.
 _LEAST_LENGTH = 16
-#: How many bits the numbers of a tensor's factors may have.
-_WIDTHS = (3, 4)
+#: How many bits the numbers of a tensor's factors may have: with either, the directions that there
+#: are at most take about the same bytes.
+_WIDTHS = FEWER_BITS, MORE_BITS = 3, 4
+_MOST_DIRECTIONS = {FEWER_BITS: 40, MORE_BITS: 32}
 #: By width, the part of what a direction explains that is left when its factors are rounded, about.
-AFTER_ROUNDING = {3: 0.92, 4: 0.97}
+AFTER_ROUNDING = {FEWER_BITS: 0.92, MORE_BITS: 0.97}
 #: Bytes in front of a frame's directions: its step, and the width of its numbers.
 _FRONT_NBYTES = 5
 #: With a larger step sums might be infinite.
 _MOST_STEP = 2.0**100
 #: Steps of a factor that are tried, as shares of its largest element.
 _STEPS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0)
-#: Where four bits explain so many times as much as three, they are taken: LoRA's few directions.
+#: More bits are taken where they explain so many times as much: few directions are all of δ.
 _MUCH_BETTER = 1.03
 #: Columns that are summed at once: those of a few directions stay in the first cache.
 _COLUMNS = 512
@@ -92,33 +93,34 @@ class Product:
 
     def largest(self) -> float:
         """A bound of all |δ̂|."""
-        return float(self.step) * _most(self.width) ** 2 * int(self.weights.sum(axis=1).max())
+        most = _largest_number(self.width)
+        return float(self.step) * most**2 * int(self.weights.sum(axis=1).max())
 
 
-def ranks_of(shape: Sequence[int], width: int = _WIDTHS[0]) -> tuple[int, ...]:
+def ranks_of(shape: Sequence[int], width: int) -> tuple[int, ...]:
     """The directions of each matrix of a tensor up to each rung; () where it has none.
 
-    Those of numbers of fewer bits are more.
+    Fewer bits allow more directions.
     """
     if len(shape) < 2 or min(shape[-2:]) < _LEAST_LENGTH:
         return ()
     rows, columns = shape[-2:]
     each = 2 * rows * columns / _direction_nbytes(rows, columns, width)
-    most = min(_MOST_DIRECTIONS, rows // 2, columns // 2)
+    most = min(_MOST_DIRECTIONS[width], rows // 2, columns // 2)
     return tuple(min(most, max(1, round(share * each))) for share in _SHARES)
 
 
 def width_of(shape: Sequence[int], explained: F64Array) -> int:
-    """How many bits numbers of the factors have, so that the last rung explains most.
+    """How many bits numbers of the factors have.
 
-    So many directions explain `explained` [r] of ‖δ‖². Unless four bits are much better, it is
-    three, of which smaller rungs explain more.
+    So many directions explain `explained` [r] of ‖δ‖². With fewer bits, small rungs explain more;
+    where the last rung explains much less, it is more bits.
     """
     few, many = (
         AFTER_ROUNDING[width] * float(explained[ranks_of(shape, width)[-1] - 1])
         for width in _WIDTHS
     )
-    return _WIDTHS[many > _MUCH_BETTER * few]
+    return MORE_BITS if many > _MUCH_BETTER * few else FEWER_BITS
 
 
 def frames_of(rungs: Sequence[Product]) -> dict[Tier, bytes]:
@@ -143,7 +145,7 @@ def factors_of(frames: Mapping[Tier, bytes]) -> str:
     return f"{checksum(as_array(joined)):016x}" if joined else ""
 
 
-def rung_nbytes(shape: Sequence[int], width: int = _WIDTHS[0]) -> tuple[int, ...]:
+def rung_nbytes(shape: Sequence[int], width: int = FEWER_BITS) -> tuple[int, ...]:
     """Bytes of the frame of each rung that a tensor may have; 0 for none."""
     if not (ranks := ranks_of(shape, width)):
         return (0,) * len(FACTORED)
@@ -155,12 +157,13 @@ def rung_nbytes(shape: Sequence[int], width: int = _WIDTHS[0]) -> tuple[int, ...
 
 def product_of(found: Sequence[Directions], rank: int, width: int) -> Product:
     """The product whose factors are the first directions of each matrix of a tensor, rounded."""
+    most = _largest_number(width)
     # [n, r, rows], [n, r]
-    left, left_steps = _to_integers(np.stack([d.left.T[:rank] for d in found]), _most(width))
-    right, right_steps = _to_integers(np.stack([d.right[:rank] for d in found]), _most(width))
+    left, left_steps = _to_integers(np.stack([d.left.T[:rank] for d in found]), most)
+    right, right_steps = _to_integers(np.stack([d.right[:rank] for d in found]), most)
     scales = left_steps * right_steps  # [n, r]
     # Rounding may add one half to each weight.
-    step = np.float32(scales.sum(axis=1).max() / (_most_weight(width) - scales.shape[1]))
+    step = np.float32(scales.sum(axis=1).max() / (_largest_weights(width) - scales.shape[1]))
     weights = np.rint(scales / step).astype(np.uint32)
     return Product(step, weights, _by_row(left), right, width)
 
@@ -171,16 +174,16 @@ def product_from(frames: Sequence[memoryview], shape: Sequence[int]) -> Product:
     Raises CorruptionError.
     """
     n, (rows, columns) = math.prod(shape[:-2]), shape[-2:]
-    width = next((frame[_FRONT_NBYTES - 1] for frame in frames if len(frame) >= _FRONT_NBYTES), 0)
-    if width not in _WIDTHS:
-        refuse(f"numbers of {' or '.join(map(str, _WIDTHS))} bits", f"{width}")
+    present = [frame for frame in frames if len(frame)]
+    widths = {frame[_FRONT_NBYTES - 1] for frame in present if len(frame) >= _FRONT_NBYTES}
+    if not present or widths not in ({width} for width in _WIDTHS):
+        refuse("frames of factors whose numbers have 3 bits, or 4", f"{sorted(widths)} bits")
+    (width,) = widths
     each = n * _direction_nbytes(rows, columns, width)
     steps, weights, lefts, rights = [], [], [], []
-    for frame in frames:
-        if len(frame) == 0:
-            continue
+    for frame in present:
         count, rest = divmod(len(frame) - _FRONT_NBYTES, each)
-        if rest or count < 1 or frame[_FRONT_NBYTES - 1] != width:
+        if rest or count < 1:
             refuse(f"directions of {each} bytes", f"{len(frame) - _FRONT_NBYTES}")
         steps.append(np.frombuffer(frame[:4], "<f4")[0])
         table = np.frombuffer(frame[_FRONT_NBYTES:], np.uint8).reshape(n, -1)
@@ -189,14 +192,12 @@ def product_from(frames: Sequence[memoryview], shape: Sequence[int]) -> Product:
         weights.append(np.ascontiguousarray(weight).view("<u4").astype(np.uint32))
         lefts.append(_apart(left, count, rows, width))
         rights.append(_apart(right, count, columns, width))
-    if not steps:
-        refuse("a frame of factors", "none")
     whole = np.concatenate(weights, axis=1)
     sums = whole.sum(axis=1, dtype=np.uint64)
-    if not 0 < steps[-1] < _MOST_STEP or sums.max() > _most_weight(width):
+    if not 0 < steps[-1] < _MOST_STEP or sums.max() > _largest_weights(width):
         refuse("a step, and weights that float32 adds up exactly", "others")
     all_left, all_right = _by_row(np.concatenate(lefts, axis=1)), np.concatenate(rights, axis=1)
-    if min(all_left.min(), all_right.min()) < -(most := _most(width)):
+    if min(all_left.min(), all_right.min()) < -(most := _largest_number(width)):
         refuse(f"numbers of -{most} to {most}", "others")
     return Product(np.float32(steps[-1]), whole, all_left, all_right, width)
 
@@ -225,15 +226,14 @@ def _rounded(factors: F32Array, steps: F64Array, most: int) -> F64Array:
     return whole
 
 
-def _most(width: int) -> int:
+def _largest_number(width: int) -> int:
     """The largest number of so many bits."""
     return (1 << (width - 1)) - 1
 
 
-def _most_weight(width: int) -> int:
+def _largest_weights(width: int) -> int:
     """What weights may add up to."""
-    most: int = (1 << 24) // _most(width) ** 2
-    return most
+    return int((1 << 24) // _largest_number(width) ** 2)
 
 
 def _direction_nbytes(rows: int, columns: int, width: int) -> int:

@@ -109,8 +109,16 @@ def _keep(
     largest = _largest(delta, above, counts[0]) - _largest(delta, above, counts[1])
     expected = min(most, l2sq * largest)
     scale = expected / total if total > 0 else 1.0
+    missing, room = expected, 0.0
     for b in range(len(sq_norm)):
         sq_norm[b] = min(delta.block_l2sq[b], sq_norm[b] * scale)
+        missing -= sq_norm[b]
+        if delta.block_max_abs[b] >= limits[0]:
+            room += delta.block_l2sq[b] - sq_norm[b]
+    # Where both limits are one magnitude, or few blocks have any between them.
+    for b in range(len(sq_norm)):
+        if missing > 0 and room > 0 and delta.block_max_abs[b] >= limits[0]:
+            sq_norm[b] += (delta.block_l2sq[b] - sq_norm[b]) * min(1.0, missing / room)
     return most
 
 

@@ -34,10 +34,9 @@ PACKS = "packs"
 _HUGE = 1e100
 #: Experts whose squared norms in a place are within this factor of the largest count alike there.
 _ALIKE = 16.0
-#: An element of a vector counts as so many of a matrix: it scales or shifts a channel, which all of
-#: a matrix's rows meet. Four fine-tunes of SmolLM2, ties, divergence from the full merge's answers
-#: at 1.5 and 0.5 % of the bytes: .0142 and .065; if it counts as one .0169 and .070, as 128 .0140.
-_ELEMS_PER_VECTOR_ELEM = 32
+#: An element of a vector is worth so many of a matrix: it scales or shifts a channel, which all of
+#: a matrix's rows meet. Found by the divergence of answers (docs/benchmarks.md).
+_WORTH_OF_VECTOR_ELEM = 32
 #: How often what is left of a budget is spent.
 _AGAIN = 4
 
@@ -90,15 +89,15 @@ def even(c: Candidates) -> F64Array:
 
     Models with some places sharp and others blank have a smaller error, and less skill. In votes
     and means a block counts by its elements, whatever the size of its deltas; in sums by elements
-    times rms. Vectors are worth more than their length.
+    times rms. An element of a vector counts 32 times.
     """
     numel = np.array([row.numel for row in c.rows], np.int64)[c.row]  # [candidates], as all below
     length = np.minimum(numel - c.block * c.grid.block_elems, c.grid.block_elems)
-    alike = np.where([row.is_vector for row in c.rows], _ELEMS_PER_VECTOR_ELEM, 1)[c.row]
+    worth = np.where([row.is_vector for row in c.rows], _WORTH_OF_VECTOR_ELEM, 1)[c.row]
     known = np.isfinite(c.sq_norm)
     mean_sq = max(c.sq_norm[known].sum(), 1e-300) / max(length[known].sum(), 1)
     rms = np.sqrt(c.sq_norm / length / mean_sq)  # relative to all: sums and votes may mix
-    return np.where(c.sq_norm > 0, length * alike * np.where(_is_sum(c), rms, 1.0), 0.0)
+    return np.where(c.sq_norm > 0, length * worth * np.where(_is_sum(c), rms, 1.0), 0.0)
 
 
 STRATEGIES: dict[str, Strategy] = {

@@ -16,6 +16,8 @@ from mergepipe_pipeline.domain.pack import FACTORED
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.basis import Basis, basis_of
 from mergepipe_pipeline.packs.product import (
+    FEWER_BITS,
+    MORE_BITS,
     Product,
     frames_of,
     product_from,
@@ -84,12 +86,13 @@ def test_every_rung_comes_back_from_its_frames_and_those_before(
         assert found.step == rungs[last].step
 
 
-@given(st.lists(st.binary(max_size=200), min_size=1, max_size=3), SHAPES)
+@given(st.lists(st.binary(max_size=200), min_size=1, max_size=3), SHAPES, st.integers(2, 5))
 def test_any_bytes_as_frames_are_refused_or_give_numbers(
-    given_as: list[bytes], shape: tuple[int, int, int]
+    given_as: list[bytes], shape: tuple[int, int, int], width: int
 ) -> None:
+    frames = [frame[:4] + bytes([width]) + frame[4:] for frame in given_as]
     with suppress(CorruptionError):
-        product = product_from([memoryview(frame) for frame in given_as], shape)
+        product = product_from([memoryview(frame) for frame in frames], shape)
         product.add_to(np.zeros(math.prod(shape), np.int16), 0, product.step)
 
 
@@ -115,10 +118,24 @@ def test_frames_of_other_bytes_are_refused_or_add_up_to_what_they_say(
 def test_a_frame_of_another_length_step_or_sum_of_weights_is_refused() -> None:
     frame = frames_of([drawn((1, 20, 30), 2, 3)] * 3)["R0"]
     steps = [np.array(step, "<f4").tobytes() + frame[4:] for step in (0, -1, np.nan, np.inf)]
-    too_heavy = frame[:4] + b"\xff\xff\xff\x7f" + frame[8:]
-    for hostile in (frame[:-1], frame + b"1", frame[:4], b"", *steps, too_heavy):
+    for hostile in (frame[:-1], frame + b"1", frame[:4], b"", *steps):
         with pytest.raises(CorruptionError, match="cannot be decoded"):
             product_from([memoryview(hostile)], (1, 20, 30))
+    too_heavy = frame[:5] + b"\xff\xff\xff\x7f" + frame[9:]
+    with pytest.raises(CorruptionError) as error:
+        product_from([memoryview(too_heavy)], (1, 20, 30))
+    assert "adds up exactly" in error.value.expected
+
+
+@pytest.mark.parametrize("width", [0, 2, 5, 255])
+def test_frames_of_another_width_or_of_two_are_refused(width: int) -> None:
+    whole = drawn((1, 20, 30), 4, 3)
+    frames = frames_of([whole.first(rank) for rank in (2, 4, 4)])
+    others = [frames["R0"][:4] + bytes([width]) + frames["R0"][5:], frames["R1"]]
+    for some in (others[:1], others):
+        with pytest.raises(CorruptionError) as error:
+            product_from([memoryview(frame) for frame in some], (1, 20, 30))
+        assert f"{width}" in error.value.found
 
 
 def test_a_vast_step_does_no_harm() -> None:
@@ -146,12 +163,25 @@ def near(b: Basis, numel: int) -> list[F32Array]:
     return [numbers.astype(np.float32) * step for numbers in b.numbers(0, numel)]
 
 
+@pytest.mark.parametrize("shape", [(300, 200), (97, 801), (2048, 1024)])
+def test_a_delta_of_few_directions_takes_more_bits_and_others_more_directions(
+    shape: tuple[int, int],
+) -> None:
+    rng = np.random.default_rng(2)
+    few = low_rank(shape, ranks_of(shape, MORE_BITS)[-1] // 2, 5)
+    falling = np.arange(1, 81) ** -0.5  # σ of 80 directions
+    many = (rng.normal(size=(shape[0], 80)) * falling) @ rng.normal(size=(80, shape[1]))
+    for delta, width in ((few, MORE_BITS), (many, FEWER_BITS)):
+        found = [(p.width, p.weights.shape[1]) for p in basis(delta.astype(np.float32)).rungs]
+        assert found == [(width, rank) for rank in ranks_of(shape, width)]
+
+
 @pytest.mark.parametrize("shape", [(300, 200), (97, 801), (3, 64, 150)])
 @pytest.mark.parametrize("scale", [1e-18, 1e-3, 1e15])
 def test_a_delta_of_few_directions_is_explained_by_them(
     shape: tuple[int, ...], scale: float
 ) -> None:
-    delta = low_rank(shape, ranks_of(shape, width=4)[-1], 5) * np.float32(scale)
+    delta = low_rank(shape, ranks_of(shape, MORE_BITS)[-1], 5) * np.float32(scale)
     rest = [
         float(np.linalg.norm(delta.reshape(-1) - found) / np.linalg.norm(delta))
         for found in near(basis(delta), delta.size)
@@ -159,7 +189,7 @@ def test_a_delta_of_few_directions_is_explained_by_them(
     assert rest == sorted(rest, reverse=True)
     assert rest[-1] < 0.25
     frames = basis(delta).frames
-    assert tuple(len(frames[tier]) for tier in FACTORED) == rung_nbytes(shape, width=4)
+    assert tuple(len(frames[tier]) for tier in FACTORED) == rung_nbytes(shape, MORE_BITS)
 
 
 @given(st.integers(1, 3), st.integers(16, 150), st.integers(16, 150), st.integers(1, 9), SEEDS)
@@ -167,7 +197,7 @@ def test_an_expert_that_is_its_base_and_few_directions_is_explained_to_19_parts_
     n: int, rows: int, columns: int, rank: int, seed: int
 ) -> None:
     shape = (n, rows, columns)[n == 1 :]
-    delta = low_rank(shape, min(rank, ranks_of(shape, width=4)[-1]), seed).astype(np.float64)
+    delta = low_rank(shape, min(rank, ranks_of(shape, MORE_BITS)[-1]), seed).astype(np.float64)
     found = near(basis(delta.astype(np.float32)), delta.size)[-1]
     assert np.square(delta.reshape(-1) - found).sum() < 0.05 * np.square(delta).sum()
 

@@ -136,7 +136,11 @@ def test_blocks_keep_about_what_a_trim_leaves_them(density: float, spread: float
     assert np.corrcoef(found, exact)[0, 1] > 0.99 or spread == 0
 
 
-@pytest.mark.parametrize("delta", [normal(4, 16), near_ulp(4, 70_000)], ids=["normal", "ulps"])
+@pytest.mark.parametrize(
+    "delta",
+    [normal(4, 16), near_ulp(4, 70_000), np.sign(near_ulp(4, 70_000))],
+    ids=["normal", "ulps", "one magnitude"],
+)
 def test_blocks_keep_about_what_a_band_leaves_them(delta: Deltas) -> None:
     band = band_of(delta, 0.3, 0.02)
     found = kept_sq_norm(statistics(delta), GRID, band.trim, band.above, band.counts)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import pairwise, product
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -214,6 +215,27 @@ def test_stored_blocks_are_bought_where_an_exact_level_is_dearer_by_the_factors_
     assert (table.cheapest == ORIGINAL).all()
     levels = select_levels(problem(table), Budget(nbytes=2 * stored))
     assert sorted(levels.tolist()) == [NOTHING, NOTHING, ORIGINAL, ORIGINAL]
+
+
+@pytest.mark.parametrize("is_sum", [False, True])
+def test_a_vector_is_bought_before_a_matrix_of_as_many_bytes(is_sum: bool) -> None:
+    rows = [
+        Row(
+            tensor=number,
+            position=0,
+            name=f"t{number}#0",
+            numel=576,
+            itemsize=2,
+            coefficient=1.0,
+            block_l2sq=np.array([l2sq]),
+            block_nonzero=np.array([576]),
+            is_sum=is_sum,
+            is_vector=is_vector,
+        )
+        for number, (l2sq, is_vector) in enumerate([(2.0, False), (1.0, True)])
+    ]
+    table = LevelTable(lay_out(rows, GRID))
+    assert ranked_upgrades(table, np.ones(2, np.bool_)).candidate.tolist() == [1, 0]
 
 
 @given(table=tables(), fraction=st.floats(0, 1))
