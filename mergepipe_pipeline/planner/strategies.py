@@ -35,7 +35,7 @@ _HUGE = 1e100
 #: Experts whose squared norms in a place are within this factor of the largest count alike there.
 _ALIKE = 16.0
 #: An element of a vector is worth so many of a matrix: it scales or shifts a channel, which all of
-#: a matrix's rows meet. Found by the divergence of answers (docs/benchmarks.md).
+#: a matrix's rows meet. Found by the divergence of answers of fine-tunes of SmolLM2.
 _WORTH_OF_VECTOR_ELEM = 32
 #: How often what is left of a budget is spent.
 _AGAIN = 4
