@@ -300,7 +300,7 @@ def common_pairs(expert: Model, base: Model) -> list[Pair]:
 
 
 def _counts(kind: Kind, s: Sparsified) -> tuple[int, int]:
-    """How many of a tensor's largest |δ| a trim keeps, or a band's, and how many are outliers."""
+    """How many of a tensor's largest |δ| a trim keeps, and how many of these are outliers."""
     if kind == "trim":
         return trim_count(s.numel, s.density), 0
     return band_counts(s.numel, s.density, s.number("gamma"))

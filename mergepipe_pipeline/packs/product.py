@@ -31,8 +31,8 @@ I8Array = npt.NDArray[np.int8]
 _SHARES = (0.001, 0.005, 0.02)
 #: Smaller matrices have no directions.
 _LEAST_LENGTH = 16
-#: How many bits the numbers of a tensor's factors may have: with either, the directions that there
-#: are at most take about the same bytes.
+#: Bits that numbers of factors may have, one choice per tensor; and the most directions with each,
+#: which take about the same bytes.
 _WIDTHS = FEWER_BITS, MORE_BITS = 3, 4
 _MOST_DIRECTIONS = {FEWER_BITS: 40, MORE_BITS: 32}
 #: By width, the part of what a direction explains that is left when its factors are rounded, about.
@@ -111,10 +111,10 @@ def ranks_of(shape: Sequence[int], width: int) -> tuple[int, ...]:
 
 
 def width_of(shape: Sequence[int], explained: F64Array) -> int:
-    """How many bits numbers of the factors have.
+    """How many bits each number of a tensor's factors gets.
 
-    So many directions explain `explained` [r] of ‖δ‖². With fewer bits, small rungs explain more;
-    where the last rung explains much less, it is more bits.
+    `explained` [r]: the share of ‖δ‖² that so many directions explain. Fewer bits let small rungs
+    explain more; more bits are taken where they let the last rung explain much more.
     """
     few, many = (
         AFTER_ROUNDING[width] * float(explained[ranks_of(shape, width)[-1] - 1])

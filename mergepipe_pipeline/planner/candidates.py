@@ -36,7 +36,7 @@ class Row:
     `bundle_nbytes`: the row can only be read whole, for so many bytes (an adapter's factors); None
     where each block has its own. `coded` is its view if what is stored of it are codes: a block
     costs them and its scales, also those that another shares. `levels`: what a pack has of it.
-    `is_vector`: its elements belong to whole channels.
+    `is_vector`: the tensor has fewer than two dimensions.
     """
 
     tensor: int

@@ -106,8 +106,8 @@ def _keep(
             sq_norm[b] = delta.block_l2sq[b] * _share(edges, above, limits, stretch)
         total += sq_norm[b]
     # Blocks also differ in shape: the sum over all of them has to be what the histogram says.
-    largest = _largest(delta, above, counts[0]) - _largest(delta, above, counts[1])
-    expected = min(most, l2sq * largest)
+    share = _largest_share(delta, above, counts[0]) - _largest_share(delta, above, counts[1])
+    expected = min(most, l2sq * share)
     scale = expected / total if total > 0 else 1.0
     missing, room = expected, 0.0
     for b in range(len(sq_norm)):
@@ -115,15 +115,16 @@ def _keep(
         missing -= sq_norm[b]
         if delta.block_max_abs[b] >= limits[0]:
             room += delta.block_l2sq[b] - sq_norm[b]
-    # Where both limits are one magnitude, or few blocks have any between them.
+    # Thresholds cannot tell it where both are one magnitude: then all blocks get a part.
+    part = min(1.0, missing / room) if missing > 0 and room > 0 else 0.0
     for b in range(len(sq_norm)):
-        if missing > 0 and room > 0 and delta.block_max_abs[b] >= limits[0]:
-            sq_norm[b] += (delta.block_l2sq[b] - sq_norm[b]) * min(1.0, missing / room)
+        if delta.block_max_abs[b] >= limits[0]:
+            sq_norm[b] += (delta.block_l2sq[b] - sq_norm[b]) * part
     return most
 
 
 @cached_njit(nogil=True)
-def _largest(delta: _Delta, above: F64Array, count: int) -> float:
+def _largest_share(delta: _Delta, above: F64Array, count: int) -> float:
     """The share of the squared norm that the largest `count` elements have."""
     for k in range(len(delta.bins) - 1, -1, -1):
         if count <= delta.counts[k]:
