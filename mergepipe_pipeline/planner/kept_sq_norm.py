@@ -96,7 +96,23 @@ def _keep(
     most = min(most, l2sq * (1 + 1e-9))
     if above[0] > 0:
         above /= above[0]
-    mean, total = np.sqrt(l2sq / delta.numel), 0.0
+    _guess(delta, edges, above, limits, sq_norm)
+    # Blocks also differ in shape: the sum over all of them has to be what the histogram says.
+    share = _largest_share(delta, above, counts[0]) - _largest_share(delta, above, counts[1])
+    _scale(delta, limits[0], min(most, l2sq * share), sq_norm)
+    return most
+
+
+@cached_njit(nogil=True)
+def _guess(
+    delta: _Delta,
+    edges: F64Array,
+    above: F64Array,
+    limits: tuple[float, float],
+    sq_norm: F64Array,
+) -> None:
+    """Fill `sq_norm` with what each block keeps if it has the tensor's shape, stretched."""
+    mean = np.sqrt(delta.l2sq / delta.numel)
     for b in range(len(sq_norm)):
         length = min(delta.block_elems, delta.numel - b * delta.block_elems)
         own = np.sqrt(delta.block_l2sq[b] / length)
@@ -104,23 +120,26 @@ def _keep(
         sq_norm[b] = 0.0
         if delta.block_max_abs[b] >= limits[0]:
             sq_norm[b] = delta.block_l2sq[b] * _share(edges, above, limits, stretch)
-        total += sq_norm[b]
-    # Blocks also differ in shape: the sum over all of them has to be what the histogram says.
-    share = _largest_share(delta, above, counts[0]) - _largest_share(delta, above, counts[1])
-    expected = min(most, l2sq * share)
+
+
+@cached_njit(nogil=True)
+def _scale(delta: _Delta, threshold: float, expected: float, sq_norm: F64Array) -> None:
+    """Bring the sum of `sq_norm` to what is expected, no block above its own norm."""
+    total = 0.0
+    for kept in sq_norm:
+        total += kept
     scale = expected / total if total > 0 else 1.0
     missing, room = expected, 0.0
     for b in range(len(sq_norm)):
         sq_norm[b] = min(delta.block_l2sq[b], sq_norm[b] * scale)
         missing -= sq_norm[b]
-        if delta.block_max_abs[b] >= limits[0]:
+        if delta.block_max_abs[b] >= threshold:
             room += delta.block_l2sq[b] - sq_norm[b]
     # Thresholds cannot tell it where both are one magnitude: then all blocks get a part.
     part = min(1.0, missing / room) if missing > 0 and room > 0 else 0.0
     for b in range(len(sq_norm)):
-        if delta.block_max_abs[b] >= limits[0]:
+        if delta.block_max_abs[b] >= threshold:
             sq_norm[b] += (delta.block_l2sq[b] - sq_norm[b]) * part
-    return most
 
 
 @cached_njit(nogil=True)
