@@ -20,7 +20,7 @@ from mergepipe_pipeline.catalog.arrow_tables import Key
 from mergepipe_pipeline.catalog.formats import FACTS
 from mergepipe_pipeline.catalog.row_groups import read_parts
 from mergepipe_pipeline.catalog.seals import find_sealed, read_facts, version, write_sealed
-from mergepipe_pipeline.domain.stats import ExpertStats, Magnitudes
+from mergepipe_pipeline.domain.stats import ExpertStats, Histogram, Magnitudes
 
 #: (expert's tensor, base's tensor).
 Pair = tuple[str, str]
@@ -67,10 +67,10 @@ class PairFacts:
         by_pair = {(t.tensor, t.base_tensor): t for t in found}
         return ExpertStats(self.base_id, self.owner_id, block_elems, tuple(by_pair.values()))
 
-    def histograms(self, block_elems: int) -> dict[Pair, tables.Histogram]:
+    def histograms(self, block_elems: int) -> dict[Pair, Histogram]:
         """The histograms that `stats` may leave out."""
         columns = ["tensor", "base_tensor", "hist_bins", "hist_counts"]
-        histograms: dict[Pair, tables.Histogram] = {}
+        histograms: dict[Pair, Histogram] = {}
         for part in self._read(block_elems, columns):
             histograms |= tables.decode_histograms(part)
         return histograms

@@ -10,17 +10,15 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from mergepipe_pipeline.arrays import I64Array, U16Array
+from mergepipe_pipeline.arrays import U16Array
 from mergepipe_pipeline.catalog.arrow_tables import Key, encode_groups
 from mergepipe_pipeline.domain.stats import (
     SAMPLE_WIDTH,
     ExpertStats,
+    Histogram,
     Magnitudes,
     TensorStats,
 )
-
-#: Bins and their counts, as `TensorStats` has them.
-Histogram = tuple[U16Array, I64Array]
 
 _SCALARS = {
     "tensor": pa.string(),

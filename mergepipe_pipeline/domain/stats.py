@@ -22,6 +22,10 @@ SAMPLE_WIDTH = 64
 HIST_SHIFT = 16
 
 
+#: Bins and their counts, as `TensorStats` has them.
+Histogram = tuple[U16Array, I64Array]
+
+
 @dataclass(frozen=True)
 class Kept:
     """`block_sq_norm` [blocks]: the expected part of Σδ² that is kept; `most`: an upper limit."""

@@ -13,17 +13,17 @@ from functools import cached_property
 from typing import Any
 
 from mergepipe_pipeline.catalog.pairs import Fact, Pair
-from mergepipe_pipeline.catalog.stats_tables import Histogram
 from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.domain.model import Model
 from mergepipe_pipeline.domain.operator import Fact as Kind
 from mergepipe_pipeline.domain.plan import ENGINE_VERSION, ExpertInput, TensorTask, TrimRule
 from mergepipe_pipeline.domain.recipe import Params
-from mergepipe_pipeline.domain.stats import ExpertStats, Magnitudes, TensorStats
+from mergepipe_pipeline.domain.stats import ExpertStats, Histogram, Magnitudes, TensorStats
 from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.facts.input_segments import checkpoint_inputs
 from mergepipe_pipeline.facts.passes import complete
 from mergepipe_pipeline.operators.steps.sparsify import band_counts, trim_count
+from mergepipe_pipeline.planner.kept_sq_norm import Sparse, kept_sq_norms
 from mergepipe_pipeline.planner.parts import Place, TensorFacts
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.warehouse import Warehouse
@@ -135,13 +135,19 @@ class AnalysedExpert:
 
         Call it after `add`, where a part of a merge is weighed.
         """
-        # It loads the compiler, which full merges are planned without.
-        from mergepipe_pipeline.planner.kept_sq_norm import kept_sq_norm
-
-        for s in (s for s in parts if 0 < s.density < 1 and kind in ("trim", "band")):
-            rules = facts.trims.get(s.place), facts.outliers.get(s.place)
-            stats, counts = self._with_histogram(s.pair), _counts(kind, s)
-            facts.kept[s.place] = kept_sq_norm(stats, self.grid, *rules, counts)
+        sparse = [s for s in parts if 0 < s.density < 1] if kind in ("trim", "band") else []
+        tensors = [
+            Sparse(
+                self._of(s.pair),
+                self.histograms[s.pair],
+                facts.trims.get(s.place),
+                facts.outliers.get(s.place),
+                _counts(kind, s),
+            )
+            for s in sparse
+        ]
+        for s, kept in zip(sparse, kept_sq_norms(tensors, self.grid), strict=True):
+            facts.kept[s.place] = kept
 
     def _of(self, pair: Pair) -> TensorStats:
         """Statistics of a tensor; blocks and histogram may be missing."""

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from mergepipe_pipeline.arrays import BoolArray, F32Array, F64Array, I32Array, I64Array, U32Array
 from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.planner.packed_rows import LAST_NEAR, N_RUNGS, ORIGINAL, X_LEVEL
+from mergepipe_pipeline.planner.upgrades import Upgrades
 
 #: Savings per byte that differ by less are equal.
 _ROUNDING = 1e-9
@@ -38,19 +39,6 @@ class RowBlocks(NamedTuple):
     residual_sq: F32Array
     usable: BoolArray
     exact: BoolArray
-
-
-class Upgrades(NamedTuple):
-    """Upgrades, [upgrades] each: a candidate to a level for so many more bytes, and what it saves.
-
-    Those of a candidate stand together and in order, those of a row behind its rungs', which its
-    first free candidate stands for.
-    """
-
-    candidate: I32Array
-    level: npt.NDArray[np.int8]
-    nbytes: I64Array
-    saved: F64Array
 
 
 @cached_njit(nogil=True)
@@ -171,7 +159,7 @@ def falling(
 
 
 @cached_njit(nogil=True)
-def affordable(
+def affordable_levels(
     candidate: I32Array,
     level: npt.NDArray[np.int8],
     nbytes: I64Array,

@@ -3,178 +3,150 @@
 A threshold belongs to the whole tensor; blocks are taken to have the tensor's distribution,
 stretched to their own size. Near an ulp many |δ| are equal: of those at a threshold, a trim keeps
 only as many as fit, so that what a tensor keeps follows from how many elements are kept.
+
+All tensors of an expert are estimated at once: arrays hold what one has after what another has.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from mergepipe_pipeline.arrays import F32Array, F64Array, I64Array, U16Array
+from mergepipe_pipeline.arrays import F64Array, I64Array
 from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.domain.plan import TrimRule
-from mergepipe_pipeline.domain.stats import HIST_SHIFT, Kept, TensorStats
-from mergepipe_pipeline.jit import cached_njit
+from mergepipe_pipeline.domain.stats import HIST_SHIFT, Histogram, Kept, TensorStats
+
+_ALL_BINS = 1 << 16
 
 
-class _Delta(NamedTuple):
-    """A tensor's histogram [bins] and its blocks [blocks].
+class Sparse(NamedTuple):
+    """A tensor and the part of its δ that is kept: above `trim`, not above `outliers`.
 
-    `bins` are occupied by `counts` of |δ|; by bin [all bins], they start at `lower` and have their
-    middle at `middle`. `numel` elements, `block_elems` a block, have the squared norm `l2sq`.
+    None stands for no threshold. `counts`: how many of the largest |δ| are above the one and the
+    other.
     """
 
-    bins: U16Array
-    counts: I64Array
-    lower: F64Array
-    middle: F64Array
-    block_l2sq: F64Array
-    block_max_abs: F32Array
-    block_elems: int
-    numel: int
-    l2sq: float
+    stats: TensorStats
+    histogram: Histogram
+    trim: TrimRule | None
+    outliers: TrimRule | None
+    counts: tuple[int, int]
 
 
-def kept_sq_norm(
-    stats: TensorStats,
-    grid: BlockGrid,
-    trim: TrimRule | None,
-    outliers: TrimRule | None,
-    counts: tuple[int, int],
-) -> Kept:
-    """Estimate what is kept of δ above `trim` and not above `outliers` (None: no threshold).
-
-    `counts`: how many of the largest |δ| are above the one and the other.
-    """
-    if not 0 < stats.l2sq < np.inf:
-        return Kept(stats.block_l2sq, stats.l2sq if stats.l2sq == 0 else np.inf)
-    bins = stats.hist_bins
-    lowest = trim.threshold_bits >> HIST_SHIFT if trim else 0
-    highest = outliers.threshold_bits >> HIST_SHIFT if outliers else int(bins[-1])
-    delta = _Delta(
-        bins,
-        stats.hist_counts,
-        *_edges(),
-        stats.block_l2sq,
-        stats.block_max_abs,
-        grid.block_elems,
-        stats.numel,
-        stats.l2sq,
-    )
-    sq_norm = np.empty(len(stats.block_l2sq))
-    limits = trim.threshold if trim else 0.0, outliers.threshold if outliers else np.inf
-    return Kept(sq_norm, _keep(delta, limits, (lowest, highest), counts, sq_norm))
+def kept_sq_norms(tensors: Sequence[Sparse], grid: BlockGrid) -> list[Kept]:
+    """Estimate what is kept of each tensor's δ."""
+    kept = [Kept(t.stats.block_l2sq, 0.0 if t.stats.l2sq == 0 else np.inf) for t in tensors]
+    plain = [n for n, t in enumerate(tensors) if 0 < t.stats.l2sq < np.inf]
+    found = _estimated([tensors[n] for n in plain], grid) if plain else []
+    for n, of_tensor in zip(plain, found, strict=True):
+        kept[n] = of_tensor
+    return kept
 
 
-@cached_njit(nogil=True)
-def _keep(
-    delta: _Delta,
-    limits: tuple[float, float],
-    kept_bins: tuple[int, int],
-    counts: tuple[int, int],
-    sq_norm: F64Array,
-) -> float:
-    """Fill `sq_norm` [blocks] with what is kept of δ's from `limits[0]` up to `limits[1]`.
+def _estimated(tensors: Sequence[Sparse], grid: BlockGrid) -> list[Kept]:
+    l2sq = np.array([t.stats.l2sq for t in tensors])  # [tensors], as all up to `expected`
+    low = np.array([t.trim.threshold if t.trim else 0.0 for t in tensors])
+    high = np.array([t.outliers.threshold if t.outliers else np.inf for t in tensors])
+    curves = _Curves(tensors)
+    most = np.minimum(curves.most(_bins_of(low), _bins_of(high)), l2sq * (1 + 1e-9))
+    kept, above = (curves.largest(n) for n in np.array([t.counts for t in tensors]).T)
+    expected = np.minimum(most, l2sq * (kept - above))
 
-    They are the largest `counts[0]` without the largest `counts[1]`. Return the most that bins
-    `kept_bins[0]` to `kept_bins[1]` can hold.
-    """
-    bins, l2sq = delta.bins, delta.l2sq
-    n = len(bins)
-    edges, above = np.zeros(n + 1), np.zeros(n + 1)
-    edges[n] = delta.lower[bins[n - 1] + 1]
-    most = 0.0
-    for k in range(n - 1, -1, -1):
-        edges[k] = delta.lower[bins[k]]
-        above[k] = above[k + 1] + delta.counts[k] * delta.middle[bins[k]] ** 2
-        if kept_bins[0] <= bins[k] <= kept_bins[1]:
-            # No element is larger than the upper edge of its bin.
-            most += delta.counts[k] * delta.lower[bins[k] + 1] ** 2
-    most = min(most, l2sq * (1 + 1e-9))
-    if above[0] > 0:
-        above /= above[0]
-    _guess(delta, edges, above, limits, sq_norm)
+    n_blocks = np.array([len(t.stats.block_l2sq) for t in tensors])
+    of = np.repeat(np.arange(len(tensors)), n_blocks)  # [blocks of all tensors], as all below
+    block_l2sq = np.concatenate([t.stats.block_l2sq for t in tensors])
+    is_high = np.concatenate([t.stats.block_max_abs for t in tensors]) >= low[of]
+    numel = np.array([t.stats.numel for t in tensors])
+    lengths = np.minimum(grid.block_elems, numel[of] - _numbered(n_blocks) * grid.block_elems)
+    own, mean = np.sqrt(block_l2sq / lengths), np.sqrt(l2sq / numel)[of]
+    stretch = np.divide(mean, own, out=np.ones_like(own), where=own > 0)
+    share = curves.above(of, low[of] * stretch) - curves.above(of, high[of] * stretch)
+    sq_norm = np.where(is_high, block_l2sq * np.maximum(share, 0), 0)
     # Blocks also differ in shape: the sum over all of them has to be what the histogram says.
-    share = _largest_share(delta, above, counts[0]) - _largest_share(delta, above, counts[1])
-    _scale(delta, limits[0], min(most, l2sq * share), sq_norm)
-    return most
-
-
-@cached_njit(nogil=True)
-def _guess(
-    delta: _Delta,
-    edges: F64Array,
-    above: F64Array,
-    limits: tuple[float, float],
-    sq_norm: F64Array,
-) -> None:
-    """Fill `sq_norm` with what each block keeps if it has the tensor's shape, stretched."""
-    mean = np.sqrt(delta.l2sq / delta.numel)
-    for b in range(len(sq_norm)):
-        length = min(delta.block_elems, delta.numel - b * delta.block_elems)
-        own = np.sqrt(delta.block_l2sq[b] / length)
-        stretch = mean / own if own > 0 else 1.0
-        sq_norm[b] = 0.0
-        if delta.block_max_abs[b] >= limits[0]:
-            sq_norm[b] = delta.block_l2sq[b] * _share(edges, above, limits, stretch)
-
-
-@cached_njit(nogil=True)
-def _scale(delta: _Delta, threshold: float, expected: float, sq_norm: F64Array) -> None:
-    """Bring the sum of `sq_norm` to what is expected, no block above its own norm."""
-    total = 0.0
-    for kept in sq_norm:
-        total += kept
-    scale = expected / total if total > 0 else 1.0
-    missing, room = expected, 0.0
-    for b in range(len(sq_norm)):
-        sq_norm[b] = min(delta.block_l2sq[b], sq_norm[b] * scale)
-        missing -= sq_norm[b]
-        if delta.block_max_abs[b] >= threshold:
-            room += delta.block_l2sq[b] - sq_norm[b]
+    total = np.bincount(of, sq_norm)
+    scale = np.divide(expected, total, out=np.ones_like(total), where=total > 0)
+    sq_norm = np.minimum(block_l2sq, sq_norm * scale[of])
     # Thresholds cannot tell it where both are one magnitude: then all blocks get a part.
-    part = min(1.0, missing / room) if missing > 0 and room > 0 else 0.0
-    for b in range(len(sq_norm)):
-        if delta.block_max_abs[b] >= threshold:
-            sq_norm[b] += (delta.block_l2sq[b] - sq_norm[b]) * part
+    left = np.where(is_high, block_l2sq - sq_norm, 0)
+    missing, room = expected - np.bincount(of, sq_norm), np.bincount(of, left)
+    part = np.divide(missing, room, out=np.zeros_like(room), where=room > 0)
+    sq_norm += left * np.clip(part, 0, 1)[of]
+    by_tensor = np.split(sq_norm, np.cumsum(n_blocks)[:-1])
+    return [Kept(*both) for both in zip(by_tensor, most.tolist(), strict=True)]
 
 
-@cached_njit(nogil=True)
-def _largest_share(delta: _Delta, above: F64Array, count: int) -> float:
-    """The share of the squared norm that the largest `count` elements have."""
-    for k in range(len(delta.bins) - 1, -1, -1):
-        if count <= delta.counts[k]:
-            return float(above[k + 1] + (above[k] - above[k + 1]) * count / delta.counts[k])
-        count -= delta.counts[k]
-    return float(above[0])
+def _bins_of(thresholds: F64Array) -> I64Array:
+    """The bins of thresholds, which are float32 numbers."""
+    bits: I64Array = thresholds.astype(np.float32).view(np.uint32).astype(np.int64) >> HIST_SHIFT
+    return bits
 
 
-@cached_njit(nogil=True)
-def _share(edges: F64Array, above: F64Array, limits: tuple[float, float], stretch: float) -> float:
-    """The share of the squared norm between both limits, stretched."""
-    low, high = limits
-    return max(_above(edges, above, low * stretch) - _above(edges, above, high * stretch), 0.0)
+class _Curves:
+    """How much of each tensor's squared norm its larger |δ| have, as its histogram says."""
+
+    def __init__(self, tensors: Sequence[Sparse]) -> None:
+        lower, middle = _edges()
+        n_bins = np.array([len(t.histogram[0]) for t in tensors])  # [tensors], as both below
+        self._stop = np.cumsum(n_bins)
+        self._start = self._stop - n_bins
+        #: Ascending in each tensor; [bins of all tensors], as all below.
+        self._bins = np.concatenate([t.histogram[0] for t in tensors]).astype(np.int64)
+        self._counts = np.concatenate([t.histogram[1] for t in tensors])
+        self._keys = np.repeat(np.arange(len(tensors)) * _ALL_BINS, n_bins) + self._bins
+        # No element is larger than the upper edge of its bin.
+        self._upper = lower[self._bins + 1]
+        share = self._counts * middle[self._bins] ** 2
+        share /= np.repeat(np.add.reduceat(share, self._start), n_bins)
+        #: What all bins before one have: of elements, and of each tensor's squared norm.
+        self._n_before = np.append(0, np.cumsum(self._counts))
+        self._share_before = np.append(0.0, np.cumsum(share))
+
+    def most(self, lowest: I64Array, highest: I64Array) -> F64Array:
+        """[tensors]: what bins from `lowest` to `highest` can hold at most."""
+        n_bins = self._stop - self._start
+        is_kept = self._bins >= np.repeat(lowest, n_bins)
+        is_kept &= self._bins <= np.repeat(highest, n_bins)
+        most: F64Array = np.add.reduceat(is_kept * self._counts * self._upper**2, self._start)
+        return most
+
+    def largest(self, counts: I64Array) -> F64Array:
+        """[tensors]: the share of the squared norm that so many of the largest elements have."""
+        others = self._n_before[self._stop] - counts
+        bins = np.searchsorted(self._n_before, others, side="right") - 1
+        bins = np.clip(bins, self._start, self._stop - 1)
+        part = np.minimum((self._n_before[bins + 1] - others) / self._counts[bins], 1)
+        before, after = self._share_before[bins], self._share_before[bins + 1]
+        shares: F64Array = self._share_before[self._stop] - after + (after - before) * part
+        return shares
+
+    def above(self, of: I64Array, magnitudes: F64Array) -> F64Array:
+        """[magnitudes]: the share that larger |δ| of the tensors `of` have, even inside a bin."""
+        lower, _ = _edges()
+        keys = of * _ALL_BINS + np.searchsorted(lower, magnitudes, side="right") - 1
+        bins = np.searchsorted(self._keys, keys, side="right") - 1
+        bins = np.maximum(bins, self._start[of])
+        first, before = lower[self._bins[bins]], self._share_before[bins]
+        part = np.clip((magnitudes - first) / (self._upper[bins] - first), 0, 1)
+        own = self._share_before[bins + 1] - before
+        shares: F64Array = self._share_before[self._stop[of]] - before - own * part
+        return shares
 
 
-@cached_njit(nogil=True)
-def _above(edges: F64Array, above: F64Array, magnitude: float) -> float:
-    """`above` at a magnitude, straight from edge to edge."""
-    k = np.searchsorted(edges, magnitude, side="right")
-    if k == 0:
-        return float(above[0])
-    if k == len(edges):
-        return float(above[-1])
-    part = (magnitude - edges[k - 1]) / (edges[k] - edges[k - 1])
-    return float(above[k - 1] + part * (above[k] - above[k - 1]))
+def _numbered(counts: I64Array) -> I64Array:
+    """0, 1, 2 … for each of the counts."""
+    numbers: I64Array = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return numbers
 
 
 @cache
 def _edges() -> tuple[F64Array, F64Array]:
     """The lowest magnitude and the middle of every bin and of one more."""
-    bins = np.arange((1 << 16) + 1, dtype=np.uint64)
+    bins = np.arange(_ALL_BINS + 1, dtype=np.uint64)
     return _edge(bins, 0), _edge(bins, 0.5)
 
 

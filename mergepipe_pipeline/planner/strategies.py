@@ -21,12 +21,12 @@ from mergepipe_pipeline.planner.levels import Levels, LevelTable
 from mergepipe_pipeline.planner.packed_rows import (
     N_LEVELS,
     N_RUNGS,
-    NO_LEVELS,
     NOTHING,
     ORIGINAL,
     X_LEVEL,
     RowLevels,
 )
+from mergepipe_pipeline.planner.upgrades import Upgrades, affordable, joined
 
 #: The strategy that reads packs.
 PACKS = "packs"
@@ -132,35 +132,65 @@ def rank(
 
     A row that is read whole is one upgrade, of its first candidate.
     """
-    from mergepipe_pipeline.planner.hulls import RowBlocks, Upgrades, falling, row_upgrades
+    c = table.candidates
+    worth = np.minimum(np.nan_to_num(strategy.score(c), nan=_HUGE, posinf=_HUGE), _HUGE)
+    useful = free & ~c.zero
+    made = _stored_upgrades(c, worth, useful)
+    has_levels = any(row.levels for row in c.rows)
+    if has_levels:
+        made = joined(made, _packed_upgrades(table, worth, useful, with_near=with_near))
+    candidate, level, nbytes, saved = made
+    per_byte = saved / np.maximum(nbytes, 1)
+    if strategy.is_even and not (is_sum := _is_sum(c)[candidate]).all():
+        per_byte = np.where(is_sum, per_byte, _together(c, per_byte, candidate, level))
+    if has_levels:
+        from mergepipe_pipeline.planner.hulls import falling
+
+        per_byte = falling(per_byte, candidate, level, c.row[candidate])
+    order = _best_first(per_byte)
+    return Ranked(candidate[order], level[order], nbytes[order], useful, _fees(c, candidate, level))
+
+
+def _stored_upgrades(c: Candidates, worth: F64Array, useful: Choice) -> Upgrades:
+    """The upgrades of rows without a pack: each useful block to its stored elements."""
+    is_whole = np.array([row.bundle_nbytes is not None for row in c.rows], np.bool_)[c.row]
+    has_pack = np.array([bool(row.levels) for row in c.rows], np.bool_)[c.row] & ~is_whole
+    of_row = np.bincount(c.row, worth, len(c.rows))[c.row]  # [candidates], as all here
+    any_useful = np.bincount(c.row[useful], minlength=len(c.rows))[c.row] > 0
+    saved = np.where(is_whole, of_row, worth)
+    # The bytes of a row that is read whole stand at its first block.
+    offered = np.where(is_whole, any_useful & (c.block == 0), useful & ~has_pack)
+    candidate = np.flatnonzero(offered & (saved > 0)).astype(np.int32)
+    level = np.full(len(candidate), ORIGINAL, np.int8)
+    return Upgrades(candidate, level, c.nbytes[candidate], saved[candidate])
+
+
+def _packed_upgrades(
+    table: LevelTable, worth: F64Array, useful: Choice, *, with_near: bool
+) -> Upgrades:
+    """The upgrades of rows that have a pack, to its levels and to the stored elements."""
+    # It loads the compiler, which plans that read no pack do without.
+    from mergepipe_pipeline.planner.hulls import RowBlocks, row_upgrades
 
     c = table.candidates
-    most = len(c.row) * (1 + N_LEVELS if any(row.levels for row in c.rows) else 1)
+    rows = [
+        (row.levels, cut)
+        for row, cut in zip(c.rows, c.row_slices(), strict=True)
+        if row.levels and row.bundle_nbytes is None
+    ]
+    most = sum(cut.stop - cut.start for _, cut in rows) * (1 + N_LEVELS)
     made = Upgrades(
         candidate=np.empty(most, np.int32),
         level=np.empty(most, np.int8),
         nbytes=np.empty(most, np.int64),
         saved=np.empty(most),
     )
-    worth = np.minimum(np.nan_to_num(strategy.score(c), nan=_HUGE, posinf=_HUGE), _HUGE)
-    useful = free & ~c.zero
     at = 0
-    for row, cut in zip(c.rows, c.row_slices(), strict=True):
-        if row.bundle_nbytes is not None:
-            if useful[cut].any() and (saved := worth[cut].sum()) > 0:
-                made.candidate[at], made.level[at] = cut.start, ORIGINAL
-                made.nbytes[at], made.saved[at] = row.bundle_nbytes, saved
-                at += 1
-            continue
-        offered = _offered(row.levels, table.cheapest[cut], with_near=with_near)
+    for levels, cut in rows:
+        offered = _offered(levels, table.cheapest[cut], with_near=with_near)
         blocks = RowBlocks(worth[cut], table.delta_sq[cut], c.nbytes[cut], useful[cut], *offered)
         at = row_upgrades(blocks, cut.start, made, at)
-    candidate, level, nbytes = made.candidate[:at], made.level[:at], made.nbytes[:at]
-    per_byte = made.saved[:at] / np.maximum(nbytes, 1)
-    if strategy.is_even and not (is_sum := _is_sum(c)[candidate]).all():
-        per_byte = np.where(is_sum, per_byte, _together(c, per_byte, candidate, level))
-    order = _best_first(falling(per_byte, candidate, level, c.row[candidate]))
-    return Ranked(candidate[order], level[order], nbytes[order], useful, _fees(c, candidate, level))
+    return made.at(slice(at))
 
 
 def _fees(c: Candidates, candidate: I32Array, level: Levels) -> I64Array:
@@ -171,16 +201,13 @@ def _fees(c: Candidates, candidate: I32Array, level: Levels) -> I64Array:
 
 
 def _offered(
-    of: RowLevels | None, cheapest: Levels, *, with_near: bool
+    of: RowLevels, cheapest: Levels, *, with_near: bool
 ) -> tuple[I64Array, U32Array, F32Array, Choice, Choice]:
-    """What a row's pack offers, as the last fields of `RowBlocks`; nothing without a pack.
+    """What a row's pack offers, as the last fields of `RowBlocks`.
 
     Where no rung pays for the factors that X needs, X is offered only if the row as a whole is
     read so at the least cost.
     """
-    if of is None:
-        no_levels = np.empty((0, 0), np.uint32), np.empty((0, 0), np.float32)
-        return np.zeros(N_RUNGS, np.int64), *no_levels, NO_LEVELS, NO_LEVELS
     usable = (of.usable if with_near else of.exact).copy()
     usable[X_LEVEL - 1] &= bool(usable[0] or (cheapest == X_LEVEL).any())
     return of.packed.rung_nbytes, of.packed.nbytes, of.packed.residual_sq, usable, of.exact
@@ -209,23 +236,19 @@ def _spent(
     table: LevelTable, ranked: Ranked, constraints: Constraints, pinned: Levels, budget_bytes: int
 ) -> Levels:
     """Do as `spend` for upgrades that cost no more than `budget_bytes` in all."""
-    from mergepipe_pipeline.planner.hulls import affordable
-
     c = table.candidates
     nbytes = table.nbytes(pinned)
     spent = np.bincount(c.expert, nbytes, len(constraints.caps)).astype(np.int64)
     row = c.row[ranked.candidate]
-    fits = affordable(
-        ranked.candidate,
-        ranked.level,
-        ranked.nbytes,
-        row,
-        c.expert[ranked.candidate],
-        ranked.fees,
-        len(c.row),
-        budget_bytes - int(nbytes.sum()),
-        constraints.caps - spent,
-    )
+    expert = c.expert[ranked.candidate]
+    limits = budget_bytes - int(nbytes.sum()), constraints.caps - spent
+    if (ranked.level == ORIGINAL).all():
+        fits = affordable(ranked.nbytes, expert, *limits)
+    else:
+        from mergepipe_pipeline.planner.hulls import affordable_levels
+
+        upgrades = ranked.candidate, ranked.level, ranked.nbytes
+        fits = affordable_levels(*upgrades, row, expert, ranked.fees, len(c.row), *limits)
     levels = pinned.copy()
     # Of a block's upgrades the last is the best, and stands behind the others.
     levels[ranked.candidate[fits]] = ranked.level[fits]

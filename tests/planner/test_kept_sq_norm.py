@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from mergepipe_pipeline.domain.blocks import BlockGrid
 from mergepipe_pipeline.domain.plan import TrimRule
-from mergepipe_pipeline.domain.stats import SAMPLE_WIDTH, TensorStats
-from mergepipe_pipeline.planner.kept_sq_norm import kept_sq_norm
+from mergepipe_pipeline.domain.stats import SAMPLE_WIDTH, Kept, TensorStats
+from mergepipe_pipeline.planner.kept_sq_norm import Sparse, kept_sq_norms
 from tests.support.laws import examples
 from tests.support.oracles import largest
 
@@ -56,6 +56,20 @@ def rule(delta: Deltas, keep: int) -> tuple[TrimRule, npt.NDArray[np.bool_]]:
     least = size[kept].min()
     ties = np.flatnonzero(kept & (size == least))
     return TrimRule(int(least.view(np.uint32)), int(ties.max()) + 1), kept
+
+
+def kept_sq_norm(
+    stats: TensorStats, trim: TrimRule | None, above: TrimRule | None, counts: tuple[int, int]
+) -> Kept:
+    """What is kept of one tensor."""
+    (kept,) = kept_sq_norms([sparse(stats, trim, above, counts)], GRID)
+    return kept
+
+
+def sparse(
+    stats: TensorStats, trim: TrimRule | None, above: TrimRule | None, counts: tuple[int, int]
+) -> Sparse:
+    return Sparse(stats, (stats.hist_bins, stats.hist_counts), trim, above, counts)
 
 
 def normal(seed: int, blocks: float, *, spread: float = 0.5) -> Deltas:
@@ -113,9 +127,9 @@ def test_no_sparsified_delta_has_more_sq_norm_than_the_most(
     band, keep = band_of(delta, density, 0.05), max(1, int(density * n))
     kept = rule(delta, keep)
     for found, exact in (
-        (kept_sq_norm(stats, GRID, kept[0], None, (keep, 0)), np.where(kept[1], delta, 0)),
-        (kept_sq_norm(stats, GRID, band.trim, band.above, band.counts), band.left),
-        (kept_sq_norm(stats, GRID, None, None, (n, 0)), delta),
+        (kept_sq_norm(stats, kept[0], None, (keep, 0)), np.where(kept[1], delta, 0)),
+        (kept_sq_norm(stats, band.trim, band.above, band.counts), band.left),
+        (kept_sq_norm(stats, None, None, (n, 0)), delta),
     ):
         true = np.square(exact.astype(np.float64)).sum()
         assert true <= found.most * (1 + 1e-9)
@@ -130,7 +144,7 @@ def test_blocks_keep_about_what_a_trim_leaves_them(density: float, spread: float
     delta = normal(3, 24.5, spread=spread)
     keep = int(density * len(delta))
     trim, kept = rule(delta, keep)
-    found = kept_sq_norm(statistics(delta), GRID, trim, None, (keep, 0)).block_sq_norm
+    found = kept_sq_norm(statistics(delta), trim, None, (keep, 0)).block_sq_norm
     exact = statistics(np.where(kept, delta, np.float32(0))).block_l2sq
     assert found.sum() == pytest.approx(exact.sum(), rel=0.02)
     assert np.corrcoef(found, exact)[0, 1] > 0.99 or spread == 0
@@ -143,7 +157,7 @@ def test_blocks_keep_about_what_a_trim_leaves_them(density: float, spread: float
 )
 def test_blocks_keep_about_what_a_band_leaves_them(delta: Deltas) -> None:
     band = band_of(delta, 0.3, 0.02)
-    found = kept_sq_norm(statistics(delta), GRID, band.trim, band.above, band.counts)
+    found = kept_sq_norm(statistics(delta), band.trim, band.above, band.counts)
     assert found.block_sq_norm.sum() == pytest.approx(statistics(band.left).l2sq, rel=0.02)
 
 
@@ -152,20 +166,36 @@ def test_of_equal_deltas_only_those_count_that_a_trim_keeps(density: float) -> N
     delta = near_ulp(9, 100_000)
     keep = int(density * len(delta))
     trim, kept = rule(delta, keep)
-    found = kept_sq_norm(statistics(delta), GRID, trim, None, (keep, 0)).block_sq_norm
+    found = kept_sq_norm(statistics(delta), trim, None, (keep, 0)).block_sq_norm
     assert found.sum() == pytest.approx(np.square(delta[kept], dtype=np.float64).sum(), rel=0.02)
 
 
 def test_without_thresholds_all_is_kept_and_of_nothing_nothing() -> None:
     delta = normal(5, 2)
     stats = statistics(delta)
-    whole = kept_sq_norm(stats, GRID, None, None, (len(delta), 0)).block_sq_norm
+    whole = kept_sq_norm(stats, None, None, (len(delta), 0)).block_sq_norm
     np.testing.assert_allclose(whole, stats.block_l2sq)
     nothing = statistics(np.zeros(5000, np.float32))
-    assert kept_sq_norm(nothing, GRID, TrimRule(0, 0), None, (1, 0)).most == 0
+    assert kept_sq_norm(nothing, TrimRule(0, 0), None, (1, 0)).most == 0
 
 
 def test_a_block_below_the_threshold_keeps_nothing() -> None:
     delta = np.concatenate([normal(6, 1), normal(7, 1) * np.float32(1e-3)])
     trim, _ = rule(delta, 1000)
-    assert kept_sq_norm(statistics(delta), GRID, trim, None, (1000, 0)).block_sq_norm[1] == 0
+    assert kept_sq_norm(statistics(delta), trim, None, (1000, 0)).block_sq_norm[1] == 0
+
+
+@settings(max_examples=examples(20))
+@given(seed=st.integers(0, 2**32), lengths=st.lists(st.integers(1, 9000), min_size=2, max_size=5))
+def test_each_tensor_is_estimated_as_it_is_alone(seed: int, lengths: list[int]) -> None:
+    tensors = []
+    for number, n in enumerate(lengths):
+        # From one that is all zero up to one a million times as large.
+        delta = normal(seed + number, n / GRID.block_elems) * np.float32(10**number * (number > 0))
+        keep = max(1, n // 3)
+        tensors.append(sparse(statistics(delta), rule(delta, keep)[0], None, (keep, 0)))
+    together = kept_sq_norms(tensors, GRID)
+    for tensor, kept in zip(tensors, together, strict=True):
+        (alone,) = kept_sq_norms([tensor], GRID)
+        np.testing.assert_allclose(kept.block_sq_norm, alone.block_sq_norm, rtol=1e-9)
+        assert kept.most == pytest.approx(alone.most, rel=1e-9)

@@ -1,0 +1,33 @@
+"""Going down a list of upgrades."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mergepipe_pipeline.planner.upgrades import affordable
+from tests.support.laws import examples
+
+#: Few sizes, as blocks have.
+SIZES = st.sampled_from([1, 2, 3, 500, 512])
+
+
+@settings(max_examples=examples(200))
+@given(
+    upgrades=st.lists(st.tuples(SIZES, st.integers(0, 3)), max_size=60),
+    budget=st.integers(0, 6000),
+    caps=st.lists(st.integers(0, 2000) | st.just(2**63 - 1), min_size=4, max_size=4),
+)
+def test_each_upgrade_is_bought_if_budget_and_cap_still_have_room(
+    upgrades: list[tuple[int, int]], budget: int, caps: list[int]
+) -> None:
+    bought, left, room = [], budget, list(caps)
+    for nbytes, expert in upgrades:
+        fits = nbytes <= min(left, room[expert])
+        bought.append(fits)
+        left -= nbytes * fits
+        room[expert] -= nbytes * fits
+    columns = np.array(upgrades, np.int64).reshape(-1, 2).T
+    found = affordable(columns[0], columns[1], budget, np.array(caps, np.int64))
+    assert found.tolist() == bought
