@@ -4,7 +4,7 @@ A threshold belongs to the whole tensor; blocks are taken to have the tensor's d
 stretched to their own size. Near an ulp many |δ| are equal: of those at a threshold, a trim keeps
 only as many as fit, so that what a tensor keeps follows from how many elements are kept.
 
-All tensors of an expert are estimated at once: arrays hold what one has after what another has.
+Many tensors are estimated at once: arrays hold what one has after what another has.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from mergepipe_pipeline.domain.plan import TrimRule
 from mergepipe_pipeline.domain.stats import HIST_SHIFT, Histogram, Kept, TensorStats
 
 _ALL_BINS = 1 << 16
+#: Tensors that are estimated together: arrays of more no longer stay in a core's cache.
+_AT_ONCE = 32
 
 
 class Sparse(NamedTuple):
@@ -42,9 +44,10 @@ def kept_sq_norms(tensors: Sequence[Sparse], grid: BlockGrid) -> list[Kept]:
     """Estimate what is kept of each tensor's δ."""
     kept = [Kept(t.stats.block_l2sq, 0.0 if t.stats.l2sq == 0 else np.inf) for t in tensors]
     plain = [n for n, t in enumerate(tensors) if 0 < t.stats.l2sq < np.inf]
-    found = _estimated([tensors[n] for n in plain], grid) if plain else []
-    for n, of_tensor in zip(plain, found, strict=True):
-        kept[n] = of_tensor
+    for start in range(0, len(plain), _AT_ONCE):
+        some = plain[start : start + _AT_ONCE]
+        for n, found in zip(some, _estimated([tensors[n] for n in some], grid), strict=True):
+            kept[n] = found
     return kept
 
 

@@ -143,7 +143,7 @@ class Samples:
         factor = np.array([r.coefficient for r in self._rows])
         keep = np.array([r.keep for r in self._rows])
         weight = np.square(factor) * keep
-        exact = float((residual_sq @ weight).sum())
+        exact = float(np.einsum("be,e->", residual_sq, weight))
         own = self._weighed(np.einsum("e,ebk->bk", weight, np.square(residuals)))
         # What random drops keep on average adds up; what they make of it is orthogonal.
         mean = np.einsum("e,ebk->bk", factor * keep, residuals)
@@ -159,7 +159,8 @@ class Samples:
     def _weighed(self, squares: npt.NDArray[np.floating]) -> F64Array:
         """[PARTS]: the sum over all elements that squares at sampled ones stand for."""
         by_part = squares.reshape(len(self._blocks), -1, PARTS).sum(axis=1)
-        weighed: F64Array = self._lengths @ by_part * (PARTS / SAMPLE_WIDTH)
+        # No BLAS, whose threads take longer to wake up than this takes.
+        weighed: F64Array = np.einsum("b,bp->p", self._lengths, by_part) * (PARTS / SAMPLE_WIDTH)
         return weighed
 
 

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from threadpoolctl import threadpool_limits
 
 from mergepipe_pipeline.arrays import F64Array, I64Array
 from mergepipe_pipeline.domain.plan import Estimates
@@ -131,10 +130,8 @@ class PlanningProblem:
 
         total = np.zeros((len(choices), PARTS))
         # Threads of our own would wait for the interpreter's lock: two took twice as long as none.
-        # Those of a BLAS would fight over matrices of this size.
-        with threadpool_limits(1, "blas"):
-            for group in self.candidates.groups():
-                total += of_group(group)
+        for group in self.candidates.groups():
+            total += of_group(group)
         return total
 
 
