@@ -143,7 +143,7 @@ def bisect(console: Console, what: str, metric: str | None, most: int, yes: bool
             click.echo(visible(line), err=True)
 
     tell(f"{changes.summary}\nat most {cost.summary}")
-    if not yes:
+    if cost.candidates and not yes:
         click.confirm("Begin?", abort=True, err=True)
     done = run(console.warehouse, prepared, progress=console.progress, tell=tell)
     console.show(

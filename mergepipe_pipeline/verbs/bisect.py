@@ -102,7 +102,8 @@ def _subject(warehouse: Warehouse, what: str) -> tuple[ParsedRecipe, Path, Snaps
         raise NotFoundError(
             "No standing recipe has this name or publishes under this ref",
             where=str(warehouse.recipes),
-            expected=", ".join(file.name for file in files) or "none is there",
+            expected=", ".join(file.name for file in files)
+            or "a recipe's name, its ref, or the path of its file",
             found=repr(what),
             next_step="give the file of the recipe",
         )

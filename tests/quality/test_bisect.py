@@ -226,3 +226,20 @@ def test_the_command_states_the_cost_asks_and_accuses_nobody_when_candidates_run
     assert "c" in found["suspects"]
     assert found["summary"].startswith("the candidates ran out")
     assert len(world.evaluated()) == before + 2
+
+
+def test_the_command_does_not_ask_where_nothing_is_to_be_merged(world: World) -> None:
+    assert world.becomes() is None
+    world.write(weight=9.0)
+    assert world.run() is not None
+    told = CliRunner().invoke(main, ["bisect", "mix", "--home", str(world.home.root)], input="")
+    assert told.exit_code == 0
+    assert "at most 0 candidates" in told.stderr
+    assert "Begin?" not in told.stderr
+
+
+def test_a_recipe_that_does_not_stand_is_named_with_what_is_expected(tmp_path: Path) -> None:
+    home = Warehouse.at(tmp_path).ensure()
+    with pytest.raises(NotFoundError) as refused:
+        prepare(home, "mox")
+    assert refused.value.expected == "a recipe's name, its ref, or the path of its file"
