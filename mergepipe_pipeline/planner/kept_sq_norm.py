@@ -4,7 +4,7 @@ A threshold belongs to the whole tensor; blocks are taken to have the tensor's d
 stretched to their own size. Near an ulp many |δ| are equal: of those at a threshold, a trim keeps
 only as many as fit, so that what a tensor keeps follows from how many elements are kept.
 
-Many tensors are estimated at once: arrays hold what one has after what another has.
+Many tensors are estimated at once: their bins, and their blocks, stand one after another in arrays.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Sparse(NamedTuple):
 
 
 def kept_sq_norms(tensors: Sequence[Sparse], grid: BlockGrid) -> list[Kept]:
-    """Estimate what is kept of each tensor's δ."""
+    """Estimate what is kept of each tensor's δ; `most` is infinite where δ is not finite."""
     kept = [Kept(t.stats.block_l2sq, 0.0 if t.stats.l2sq == 0 else np.inf) for t in tensors]
     plain = [n for n, t in enumerate(tensors) if 0 < t.stats.l2sq < np.inf]
     for start in range(0, len(plain), _AT_ONCE):
@@ -52,6 +52,7 @@ def kept_sq_norms(tensors: Sequence[Sparse], grid: BlockGrid) -> list[Kept]:
 
 
 def _estimated(tensors: Sequence[Sparse], grid: BlockGrid) -> list[Kept]:
+    """Do as `kept_sq_norms` for tensors whose squared norms are above 0 and finite."""
     l2sq = np.array([t.stats.l2sq for t in tensors])  # [tensors], as all up to `expected`
     low = np.array([t.trim.threshold if t.trim else 0.0 for t in tensors])
     high = np.array([t.outliers.threshold if t.outliers else np.inf for t in tensors])

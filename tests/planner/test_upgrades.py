@@ -6,6 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.planner.hulls import affordable_levels
+from mergepipe_pipeline.planner.packed_rows import ORIGINAL
 from mergepipe_pipeline.planner.upgrades import affordable
 from tests.support.laws import examples
 
@@ -28,6 +30,11 @@ def test_each_upgrade_is_bought_if_budget_and_cap_still_have_room(
         bought.append(fits)
         left -= nbytes * fits
         room[expert] -= nbytes * fits
-    columns = np.array(upgrades, np.int64).reshape(-1, 2).T
-    found = affordable(columns[0], columns[1], budget, np.array(caps, np.int64))
-    assert found.tolist() == bought
+    nbytes, expert = np.array(upgrades, np.int64).reshape(-1, 2).T.copy()
+    limits = budget, np.array(caps, np.int64)
+    assert affordable(nbytes, expert, *limits).tolist() == bought
+    # As those that read packs, where none does and each candidate is of a row of its own.
+    own, n = np.arange(len(nbytes)), len(nbytes)
+    stored = own.astype(np.int32), np.full(n, ORIGINAL, np.int8), nbytes
+    as_packed = affordable_levels(*stored, own, expert, np.zeros(n, np.int64), n, *limits)
+    assert as_packed.tolist() == bought
