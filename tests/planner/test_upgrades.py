@@ -31,10 +31,10 @@ def test_each_upgrade_is_bought_if_budget_and_cap_still_have_room(
         left -= nbytes * fits
         room[expert] -= nbytes * fits
     nbytes, expert = np.array(upgrades, np.int64).reshape(-1, 2).T.copy()
-    limits = budget, np.array(caps, np.int64)
-    assert affordable(nbytes, expert, *limits).tolist() == bought
+    room_of = np.array(caps, np.int64)
+    assert affordable(nbytes, expert, budget, room_of).tolist() == bought
     # As those that read packs, where none does and each candidate is of a row of its own.
     own, n = np.arange(len(nbytes)), len(nbytes)
-    stored = own.astype(np.int32), np.full(n, ORIGINAL, np.int8), nbytes
-    as_packed = affordable_levels(*stored, own, expert, np.zeros(n, np.int64), n, *limits)
+    candidate, level, fees = own.astype(np.int32), np.full(n, ORIGINAL, np.int8), np.zeros_like(own)
+    as_packed = affordable_levels(candidate, level, nbytes, own, expert, fees, n, budget, room_of)
     assert as_packed.tolist() == bought
