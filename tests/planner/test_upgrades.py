@@ -25,11 +25,11 @@ def test_each_upgrade_is_bought_if_budget_and_cap_still_have_room(
     upgrades: list[tuple[int, int]], budget: int, caps: list[int]
 ) -> None:
     bought, left, room = [], budget, list(caps)
-    for nbytes, expert in upgrades:
-        fits = nbytes <= min(left, room[expert])
+    for cost, of in upgrades:
+        fits = cost <= min(left, room[of])
         bought.append(fits)
-        left -= nbytes * fits
-        room[expert] -= nbytes * fits
+        left -= cost * fits
+        room[of] -= cost * fits
     nbytes, expert = np.array(upgrades, np.int64).reshape(-1, 2).T.copy()
     room_of = np.array(caps, np.int64)
     assert affordable(nbytes, expert, budget, room_of).tolist() == bought
