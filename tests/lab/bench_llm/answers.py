@@ -12,6 +12,7 @@ from pathlib import Path
 from pydoc_data import topics
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
@@ -68,12 +69,14 @@ class Model:
 
     def perplexity(self, text: str) -> float:
         """exp of the mean loss of a text's tokens, in windows that begin anew."""
-        ids = placed(self._encoder.prompts([text])[0])
+        ids = placed(self._encoder.tokens([text])[0])
         windows = ids[: len(ids) // _TOKENS * _TOKENS].reshape(-1, _TOKENS)
+        start = placed(np.array(self._encoder.start, np.int64))
         losses = []
         with torch.inference_mode():
             for window in windows.split(4):
-                logits = self.lm(input_ids=window).logits[:, :-1].float()
+                read = torch.cat([start.expand(len(window), -1), window], 1)
+                logits = self.lm(input_ids=read).logits[:, len(start) : -1].float()
                 losses.append(cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten()))
         return float(torch.stack(losses).mean().exp())
 

@@ -38,19 +38,25 @@ class Encoder:
 
         self._tokenizer: Any = AutoTokenizer.from_pretrained(base)
         self.end: int = self._tokenizer.eos_token_id
+        #: What a text begins with, as Gemma's do.
+        self.start: list[int] = self._tokenizer("")["input_ids"]
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer's files."""
         self._tokenizer.save_pretrained(folder)
 
-    def prompts(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each text."""
+    def tokens(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of each text alone."""
         ids: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         return ids
 
     def answers(self, texts: Sequence[str]) -> list[list[int]]:
         """The tokens of each answer and of its end."""
-        return [[*ids, self.end] for ids in self.prompts(texts)]
+        return [[*ids, self.end] for ids in self.tokens(texts)]
+
+    def prompts(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of each text behind the start."""
+        return [[*self.start, *ids] for ids in self.tokens(texts)]
 
     def batch(self, items: Sequence[Item]) -> Batch:
         """Items with their answers, padded on the right."""

@@ -32,29 +32,32 @@ class Kept:
 def kept(scored: Scored, kind: Kind, method: str, budget: str, source: str) -> Kept | None:
     """Over all seeds of a kind of expert; None where a seed has no such merge.
 
-    The interval is that of draws of (seed, task) with replacement.
+    The interval is that of draws of tasks, and of seeds for all of them, with replacement.
     """
-    gains: list[tuple[float, float]] = []  # of the merge, and of the full one
+    gains: list[list[tuple[float, float]]] = []  # of the merge, and of the full one
     divergences, reads = [], []
     for family in families(scored, kind):
         base, full = scored[kind.model.name], f"{family} {method} 100%"
         key = f"{family} {method} {budget} {source}"
         if key not in scored or full not in scored:
             return None
-        gains += [(scored[key][n] - base[n], scored[full][n] - base[n]) for n in _names(kind)]
+        gains.append([(scored[key][n] - base[n], scored[full][n] - base[n]) for n in _names(kind)])
         divergences.append(mean(scored[key][f"kl {n}"] for n in _names(kind)))
         reads.append(scored[key]["read"])
     if not gains:
         return None
-    found = np.array(gains)  # [seeds * tasks, 2]
+    found = np.array(gains)  # [seeds, tasks, 2]
     low, high = np.percentile(_shares(found), _INSIDE)
-    whole = found.sum(0)
+    whole = found.sum((0, 1))
     return Kept(whole[0] / whole[1], low, high, mean(divergences), mean(reads))
 
 
 def _shares(gains: F64Array) -> F64Array:
-    draws = np.random.default_rng(0).integers(len(gains), size=(_DRAWS, len(gains)))
-    sums = gains[draws].sum(1)  # [draws, 2]
+    random, (n_seeds, n_tasks, _) = np.random.default_rng(0), gains.shape
+    tasks = random.integers(n_tasks, size=(_DRAWS, n_tasks, 1))
+    seeds = random.integers(n_seeds, size=(_DRAWS, n_seeds))
+    of_seeds = gains[seeds].sum(1)  # [draws, tasks, 2]
+    sums = np.take_along_axis(of_seeds, tasks, 1).sum(1)  # [draws, 2]
     shares: F64Array = sums[:, 0] / sums[:, 1]
     return shares
 

@@ -11,9 +11,17 @@ from functools import cache
 from typing import Any, Literal
 
 Split = Literal["train", "valid", "test"]
-#: The first seed of each split; a training seed is added to that of `train`.
-_SEEDS: Mapping[Split, int] = {"test": 1, "valid": 2, "train": 100}
+#: The first seed of each split, and how far apart those of two training seeds are: `reasoning-gym`
+#: draws item n of a seed by the seed + n.
+_APART = 1_000_000
+_SEEDS: Mapping[Split, int] = {"test": 1, "valid": 1_000_000, "train": 2_000_000}
 SIZES: Mapping[Split, int] = {"train": 20_000, "valid": 128, "test": 512}
+#: The splits whose items another one leaves out.
+_HELD_OUT: Mapping[Split, tuple[Split, ...]] = {
+    "test": (),
+    "valid": ("test",),
+    "train": ("test", "valid"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +42,8 @@ class Task:
     choices: tuple[str, ...] = ()
 
     def items(self, split: Split, seed: int = 0) -> tuple[Item, ...]:
-        """The items of a split; those of `train` are others than those of `test` and `valid`."""
-        if split != "train":
-            return tuple(_drawn(self.name, split, 0))
-        held_out = {i.prompt for other in ("test", "valid") for i in _drawn(self.name, other, 0)}
-        return tuple(i for i in _drawn(self.name, split, seed) if i.prompt not in held_out)
+        """The items of a split, which no other split has; a seed has its own of `train`."""
+        return _drawn(self.name, split, seed if split == "train" else 0)
 
 
 _RELATIONS = (
@@ -68,10 +73,13 @@ def _draw(task: Task, split: Split, seed: int) -> Iterator[Item]:
     """As many different items as the split has; of few that there are, all that are found."""
     import reasoning_gym
 
-    wanted, seen = SIZES[split], set[str]()
-    settings: dict[str, Any] = {"size": 2 * wanted, "seed": _SEEDS[split] + seed, **task.settings}
+    wanted = SIZES[split]
+    seen = {i.prompt for other in _HELD_OUT[split] for i in task.items(other)}
+    most = len(seen) + wanted
+    first = _SEEDS[split] + seed * _APART
+    settings: dict[str, Any] = {"size": 2 * wanted, "seed": first, **task.settings}
     for entry in reasoning_gym.create_dataset(task.source, **settings):
         item = Item(f"{entry['question'].strip()}\nAnswer:", f" {entry['answer']}")
-        if item.prompt not in seen and len(seen) < wanted:
+        if item.prompt not in seen and len(seen) < most:
             seen.add(item.prompt)
             yield item

@@ -43,11 +43,43 @@ def _plain(base: Path) -> Any:
 def test_no_item_is_in_two_splits_and_a_seed_gives_the_same_ones() -> None:
     for task in TASKS:
         test, valid = task.items("test"), task.items("valid")
-        prompts = {i.prompt for i in test}
-        assert len(test) == len(prompts) == 512
-        assert len(valid) == 128
-        assert prompts.isdisjoint(i.prompt for i in task.items("train", seed=1))
+        asked, chosen_by = ({i.prompt for i in items} for items in (test, valid))
+        assert len(test) == len(asked) == 512
+        assert len(valid) == len(chosen_by) == 128
+        assert asked.isdisjoint(chosen_by)
+        assert (asked | chosen_by).isdisjoint(i.prompt for i in task.items("train", seed=1))
         assert all(not task.choices or i.answer[1:] in task.choices for i in (*test, *valid))
+
+
+def test_an_expert_of_another_seed_learns_from_other_items() -> None:
+    steps = 60 * 16
+    for task in TASKS:
+        one, other = (task.items("train", seed)[:steps] for seed in (0, 1))
+        # Of the short words some come again.
+        assert len(set(one) & set(other)) < steps / 3, task.name
+
+
+def test_gemma_reads_every_text_behind_its_first_token(base: Path, tmp_path: Path) -> None:
+    from tokenizers.processors import TemplateProcessing
+    from transformers import AutoTokenizer
+
+    from tests.lab.bench_llm.encoded import Encoder
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(base)
+    first = tokenizer.bos_token
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{first} $A", special_tokens=[(first, tokenizer.bos_token_id)]
+    )
+    tokenizer.save_pretrained(tmp_path)
+    items = [Item("1 + 1\nAnswer:", " 2"), Item("12 + 1\nAnswer:", " 13")]
+    ids, mask = Encoder(tmp_path).questions(items)
+    plain, _ = Encoder(base).questions(items)
+    starts = mask.argmax(1, keepdim=True)
+    assert ids.gather(1, starts).unique().tolist() == [tokenizer.bos_token_id]
+    assert ids.shape[1] == plain.shape[1] + 1
+    batch = Encoder(tmp_path).batch(items)
+    assert (batch.ids == tokenizer.bos_token_id).sum() == len(items)
+    assert (batch.ids[batch.rows, batch.places + 1] == batch.targets).all()
 
 
 def test_an_expert_that_was_stopped_is_that_of_one_go_and_learns(
@@ -145,3 +177,20 @@ def test_a_table_says_what_is_kept_with_its_interval(tmp_path: Path) -> None:
     assert (round(found.share, 9), round(found.low, 9), round(found.high, 9)) == (0.5, 0.5, 0.5)
     assert "50 (50 to 50), 0.5" in markdown(scored, [short])
     assert kept(scored, short, "ties", "50%", "packs") is None
+
+
+def test_a_second_seed_that_says_the_same_makes_no_interval_narrower(tmp_path: Path) -> None:
+    def scored_with(seeds: int) -> Scored:
+        scored = Scored(tmp_path / f"{seeds}.jsonl")
+        scored.put("SmolLM2-135M-Instruct", lambda: {t.name: 0.0 for t in TASKS})
+        for seed in range(seeds):
+            for name, least in (("ties 100%", 0.5), ("ties 3% packs", 0.1)):
+                found = {t.name: least + 0.05 * n for n, t in enumerate(TASKS)}
+                found |= {f"kl {t.name}": 0.5 for t in TASKS}
+                scored.put(f"short {seed} {name}", partial(dict, found), read=0.03)
+        return scored
+
+    one, two = (kept(scored_with(n), KINDS["short"], "ties", "3%", "packs") for n in (1, 2))
+    assert one is not None
+    assert two is not None
+    assert (two.low, two.high) == pytest.approx((one.low, one.high))
