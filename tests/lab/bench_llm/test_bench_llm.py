@@ -40,6 +40,10 @@ def _plain(base: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
 
 
+def _losses(expert: Path) -> list[float]:
+    return [float(line.split(",")[1]) for line in (expert / "losses.csv").read_text().splitlines()]
+
+
 def test_no_item_is_in_two_splits_and_a_seed_gives_the_same_ones() -> None:
     for task in TASKS:
         test, valid = task.items("test"), task.items("valid")
@@ -85,8 +89,10 @@ def test_gemma_reads_every_text_behind_its_first_token(base: Path, tmp_path: Pat
 def test_an_expert_that_was_stopped_is_that_of_one_go_and_learns(
     base: Path, tmp_path: Path
 ) -> None:
+    import torch
+
     from tests.lab.bench_llm.answers import Model, answered, divergence
-    from tests.lab.bench_llm.tune import Schedule, tuned
+    from tests.lab.bench_llm.tune import BATCH, Run, Schedule, tuned
 
     few = Schedule(3, 5e-5)
     with pytest.raises(TimeoutError):
@@ -95,8 +101,11 @@ def test_an_expert_that_was_stopped_is_that_of_one_go_and_learns(
     whole = tuned(base, SUMS, few, 0, tmp_path / "whole")
     name = "model.safetensors"
     assert (parts / name).read_bytes() == (whole / name).read_bytes()
-    losses = [float(x.split(",")[1]) for x in (whole / "losses.csv").read_text().splitlines()]
-    assert losses[-1] < losses[0]
+    runs = [Run(model, few, tmp_path / "none") for model in (base, whole)]
+    learned = runs[0].encoder.batch(SUMS.items("train")[:BATCH])
+    first, last = (float(run.step(learned, torch.tensor(0.0))) for run in runs)
+    assert last < first
+    assert first == pytest.approx(_losses(whole)[0], rel=1e-3)
     before, after = (answered(Model(m, base), "test", [SUMS, LOGIC], 40) for m in (base, whole))
     assert all(0 <= a.share <= 1 and len(a.right) == 40 for a in before.values())
     assert max(divergence(before, before).values()) < 1e-6 < min(divergence(before, after).values())
