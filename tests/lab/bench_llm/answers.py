@@ -71,10 +71,12 @@ class Model:
         """exp of the mean loss of a text's tokens, in windows that begin anew."""
         ids = placed(self._encoder.tokens([text])[0])
         windows = ids[: len(ids) // _TOKENS * _TOKENS].reshape(-1, _TOKENS)
+        # An empty list alone would become floats.
         start = placed(np.array(self._encoder.start, np.int64))
         losses = []
         with torch.inference_mode():
             for window in windows.split(4):
+                # [windows, start + tokens]
                 read = torch.cat([start.expand(len(window), -1), window], 1)
                 logits = self.lm(input_ids=read).logits[:, len(start) : -1].float()
                 losses.append(cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten()))

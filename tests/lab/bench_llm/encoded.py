@@ -38,7 +38,7 @@ class Encoder:
 
         self._tokenizer: Any = AutoTokenizer.from_pretrained(base)
         self.end: int = self._tokenizer.eos_token_id
-        #: What a text begins with, as Gemma's do.
+        #: What the tokenizer puts before a text: of Gemma one token, of SmolLM2 none.
         self.start: list[int] = self._tokenizer("")["input_ids"]
 
     def save(self, folder: Path) -> None:

@@ -16,7 +16,7 @@ Split = Literal["train", "valid", "test"]
 _APART = 1_000_000
 _SEEDS: Mapping[Split, int] = {"test": 1, "valid": 1_000_000, "train": 2_000_000}
 SIZES: Mapping[Split, int] = {"train": 20_000, "valid": 128, "test": 512}
-#: The splits whose items another one leaves out.
+#: What each split leaves out: the items of these.
 _HELD_OUT: Mapping[Split, tuple[Split, ...]] = {
     "test": (),
     "valid": ("test",),

@@ -63,7 +63,7 @@ def test_an_expert_of_another_seed_learns_from_other_items() -> None:
         assert len(set(one) & set(other)) < steps / 3, task.name
 
 
-def test_gemma_reads_every_text_behind_its_first_token(base: Path, tmp_path: Path) -> None:
+def test_a_prompt_begins_with_what_its_tokenizer_puts_first(base: Path, tmp_path: Path) -> None:
     from tokenizers.processors import TemplateProcessing
     from transformers import AutoTokenizer
 
