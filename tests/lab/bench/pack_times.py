@@ -28,6 +28,7 @@ _ASKED = (
     ("packs, exact", ("--budget", "60%")),
     ("packs, 25%", ("--budget", "25%")),
     ("packs, 10%", ("--budget", "10%")),
+    ("packs, 1%", ("--budget", "1%")),
     ("blocks, 10%", ("--budget", "10%", "--no-packs")),
 )
 METHODS = ("task_arithmetic", "ties")
