@@ -144,7 +144,7 @@ def draw(scored: Scored, kinds: Sequence[Kind], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4.6 * len(kinds), 3.6), layout="constrained")
+    figure = Figure(figsize=(4.6 * len(kinds), 3.6), dpi=160, layout="constrained")
     for axis, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
         for method in METHODS:
             for source, line in (("packs", "-"), ("blocks", ":")):
@@ -158,7 +158,9 @@ def draw(scored: Scored, kinds: Sequence[Kind], path: Path) -> None:
                 drawn.set_label(f"{method.operator}, {source}")
                 low, high = [100 * k.low for k in points], [100 * k.high for k in points]
                 axis.fill_between(read, low, high, alpha=0.1, color=drawn.get_color())
-        axis.set(xscale="log", title=kind.title, xlabel="bytes of the experts read, %")
+        axis.set(xscale="log", title=kind.title, xlabel="bytes of the experts read")
+        axis.set_xticks([float(b.removesuffix("%")) for b in BUDGETS], BUDGETS)
+        axis.minorticks_off()
         axis.set_ylabel("gain of the full merge kept, %")
         axis.axhline(100, color="grey", linewidth=0.6)
         axis.legend(fontsize=7)
